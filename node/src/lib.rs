@@ -1,0 +1,9 @@
+//! The volunteer: feeds, hosts, averages and catches up.
+//!
+//! Start at [`machine`], the node as a state machine without I/O, and [`engine`], what it asks to
+//! be computed. With feature `shell`, `driver` gives both sockets, disk, threads and a clock; with
+//! feature `torch`, the engine runs on libtorch. The machine never reads a tensor's contents and
+//! never touches clock, socket, disk, thread or ambient randomness.
+
+pub mod engine;
+pub mod machine;

@@ -1,0 +1,1 @@
+//! Hashed manifests of data.
