@@ -4,6 +4,15 @@
 //! makes durable. With feature `shell`, `driver` gives it libp2p, redb and HTTP. The machine never
 //! touches clock, socket, disk or ambient randomness, and nothing here knows libtorch.
 
+mod chain;
+mod checkpoints;
+mod leases;
+pub mod ledger;
 pub mod machine;
+mod membership;
+pub mod planner;
 pub mod record;
 pub mod status;
+mod steps;
+mod timeline;
+mod view;

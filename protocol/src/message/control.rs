@@ -95,6 +95,8 @@ pub struct Hello {
     pub data: Option<Hash>,
     /// The timeline it was in.
     pub timeline: Timeline,
+    /// The span it hosts, if it still holds its state.
+    pub span: Option<Span>,
     /// Version of each group it holds.
     pub versions_held: Vec<(Group, Version)>,
     /// Its live sums and what the ledger said was counted in them.
