@@ -2,11 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use skein_protocol::id::{Group, NodeId, Timeline, Version};
+use skein_protocol::id::{Group, Hash, NodeId, Timeline, Version};
 use skein_protocol::message::control::{FromCoordinator, Shard};
+
+use skein_protocol::placement::Source;
 
 use crate::machine::{Action, Coordinator, Phase, is_last, quorum};
 use crate::record::Record;
+
+/// Versions whose shards are remembered.
+const VERSIONS_MAX: usize = 1024;
 
 impl Coordinator {
     /// Whether `version` is one to save.
@@ -47,12 +52,19 @@ impl Coordinator {
 
     /// Notes what a node says it has on its disk. It is checked against the root when it is read.
     pub(crate) fn note_shards(&mut self, node: NodeId, shards: &[Shard]) {
-        for shard in shards.iter().filter(|shard| usize::from(shard.group.0) < self.structure.groups.len()) {
-            // Only versions that some node was asked to save are of any use.
-            if self.is_checkpoint(shard.version) || matches!(self.phase, Phase::Stopping { .. }) || self.complete.contains(&shard.version) {
-                self.shards.entry(shard.version).or_default().entry(shard.group).or_default().insert(node, *shard);
-            }
+        let known = |shard: &&Shard| usize::from(shard.group.0) < self.structure.groups.len() && self.is_on_course(shard);
+        let shards: Vec<Shard> = shards.iter().filter(known).copied().collect();
+        for shard in &shards {
+            self.shards.entry(shard.version).or_default().entry(shard.group).or_default().insert(node, *shard);
         }
+        while self.shards.len() > VERSIONS_MAX {
+            self.shards.pop_first();
+        }
+    }
+
+    /// Whether a shard belongs to this course of the run: no later timeline began before it.
+    fn is_on_course(&self, shard: &Shard) -> bool {
+        shard.timeline <= self.timeline() && self.bases.iter().all(|(timeline, base)| *timeline <= shard.timeline || shard.version <= *base)
     }
 
     fn complete_checkpoint(&mut self, version: Version, actions: &mut Vec<Action>) {
@@ -72,10 +84,24 @@ impl Coordinator {
         self.stop_if_saved(actions);
     }
 
-    /// Live nodes that have the shard of a complete checkpoint.
-    pub(crate) fn holders_of_shard(&self, version: Version, group: Group) -> Vec<NodeId> {
-        let holders = self.shards.get(&version).and_then(|groups| groups.get(&group));
-        holders.into_iter().flat_map(BTreeMap::keys).filter(|node| self.members.get(node).is_some_and(super::membership::Member::is_live)).copied().collect()
+    /// Where a group's state at a complete checkpoint is: live nodes with equal roots.
+    pub(crate) fn source(&self, version: Version, group: Group) -> Source {
+        let shards = self.shards.get(&version).and_then(|groups| groups.get(&group));
+        let live: Vec<(NodeId, Hash)> = shards
+            .into_iter()
+            .flatten()
+            .filter(|(node, _)| self.members.get(node).is_some_and(super::membership::Member::is_live))
+            .map(|(node, shard)| (*node, shard.root))
+            .collect();
+        let root = live.first().map(|(_, root)| *root).unwrap_or_default();
+        Source { group, holders: live.iter().filter(|(_, other)| *other == root).map(|(node, _)| *node).collect(), root }
+    }
+
+    /// The newest complete checkpoint, and the root of each group's state in it.
+    pub(crate) fn newest_checkpoint(&self) -> Option<(Version, Vec<(Group, Hash)>)> {
+        let version = *self.complete.last()?;
+        let groups = self.shards.get(&version)?;
+        Some((version, groups.iter().filter_map(|(group, holders)| Some((*group, holders.values().next()?.root))).collect()))
     }
 
     /// The user wants to stop: the version that is safe now is saved. Work on the open step is

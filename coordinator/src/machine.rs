@@ -114,6 +114,8 @@ pub struct Coordinator {
     pub(crate) leases: Leases,
     /// Shards known to be durable, by version, group and holder.
     pub(crate) shards: BTreeMap<Version, BTreeMap<Group, BTreeMap<NodeId, Shard>>>,
+    /// The timelines so far and the versions they began from.
+    pub(crate) bases: Vec<(Timeline, Version)>,
     /// Complete checkpoints, ascending.
     pub(crate) complete: Vec<Version>,
     /// Distinguishes reduction attempts of different lives of the coordinator.
@@ -141,6 +143,7 @@ impl Coordinator {
             open: None,
             closing: None,
             shards: BTreeMap::new(),
+            bases: Vec::new(),
             complete: Vec::new(),
             // A coordinator makes far fewer than a million attempts a life.
             attempts: u32::try_from(boot % 4096).expect("below 4096") << 20,
@@ -262,6 +265,7 @@ impl Coordinator {
             Record::Timeline { timeline, base } => {
                 self.placement.timeline = timeline;
                 self.placement.base = base;
+                self.bases.push((timeline, base));
                 self.chain.rewind(base);
                 self.complete.retain(|version| *version <= base);
                 self.shards.retain(|version, _| *version <= base);

@@ -118,6 +118,7 @@ impl Coordinator {
             commits: self.chain.tail().cloned().collect(),
             live_sums,
             retired: self.retired_step(),
+            checkpoint: self.newest_checkpoint(),
         };
         actions.push(Action::Send { to: node, message: FromCoordinator::Welcome(Box::new(welcome)) });
         self.broadcast_peers(actions);

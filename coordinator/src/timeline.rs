@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use skein_protocol::id::{Block, Epoch, Fence, Group, NodeId, Span, SumId, Timeline, Version};
+use skein_protocol::id::{Block, Epoch, Fence, Group, Hash, NodeId, Span, SumId, Timeline, Version};
 use skein_protocol::limits;
 use skein_protocol::message::control::{Commit, FromCoordinator, Hello, Role};
 use skein_protocol::placement::{Placement, Seat, Source, Standing};
@@ -185,7 +185,7 @@ impl Coordinator {
     fn base(&self) -> Result<(Version, Vec<Source>), String> {
         let mut missing = None;
         for version in self.complete.iter().rev() {
-            let sources: Vec<Source> = self.structure.group_ids().map(|group| Source { group, holders: self.holders_of_shard(*version, group) }).collect();
+            let sources: Vec<Source> = self.structure.group_ids().map(|group| self.source(*version, group)).collect();
             let absent: Vec<Group> = sources.iter().filter(|source| source.holders.is_empty()).map(|source| source.group).collect();
             if absent.is_empty() {
                 return Ok((*version, sources));
@@ -195,7 +195,10 @@ impl Coordinator {
                 "waiting for a node that has the checkpoint of version {version} (groups {groups}): start the nodes with their old --state folders"
             ));
         }
-        missing.map_or_else(|| Ok((Version(0), self.structure.group_ids().map(|group| Source { group, holders: Vec::new() }).collect())), Err)
+        missing.map_or_else(
+            || Ok((Version(0), self.structure.group_ids().map(|group| Source { group, holders: Vec::new(), root: Hash::default() }).collect())),
+            Err,
+        )
     }
 
     fn begin(&mut self, beginning: Beginning, actions: &mut Vec<Action>) {
@@ -206,8 +209,10 @@ impl Coordinator {
             spans.into_iter().map(|(node, span)| Seat { node, span, standing: Standing::Joining { from: base }, suspect: false, rate: 0.0 }).collect();
         seats.sort_by_key(|seat| seat.node);
         self.placement = Placement { epoch: self.placement.epoch, timeline, base, sources, seats };
+        self.bases.push((timeline, base));
         self.chain.rewind(base);
         self.complete.retain(|version| *version <= base);
+        self.shards.retain(|version, _| *version <= base);
         (self.open, self.closing) = (None, None);
         for member in self.members.values_mut() {
             member.applied = None;

@@ -5,5 +5,12 @@
 //! feature `torch`, the engine runs on libtorch. The machine never reads a tensor's contents and
 //! never touches clock, socket, disk, thread or ambient randomness.
 
+mod catchup;
 pub mod engine;
+mod feed;
+mod host;
 pub mod machine;
+mod reduce;
+pub mod route;
+mod session;
+mod steps;

@@ -105,7 +105,8 @@ pub enum Task {
         /// How to encode the gradient of the boundary before the span; it is not made if the span begins with the embedding.
         encode: Codec,
     },
-    /// Add the scratch gradients of some uses to sums, which are made where they do not exist; drop the rest of the scratch.
+    /// Add the scratch gradients of some uses to sums, which are made where they do not exist. What
+    /// was added leaves the scratch; the rest stays until it is added or discarded.
     Add {
         /// The work.
         key: WorkKey,

@@ -145,6 +145,8 @@ pub struct SumReport {
 /// One group's state on a node's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub struct Shard {
+    /// The timeline it was saved in: after going back, later versions of an older one are void.
+    pub timeline: Timeline,
     /// The group.
     pub group: Group,
     /// The version.
@@ -261,6 +263,8 @@ pub struct Welcome {
     pub live_sums: Vec<SumId>,
     /// The highest step whose leftovers may go.
     pub retired: Option<Step>,
+    /// The newest complete checkpoint, and the root of each group's state in it.
+    pub checkpoint: Option<(Version, Vec<(Group, Hash)>)>,
 }
 
 /// Where a node's data plane listens.
