@@ -6,4 +6,6 @@
 //! never touches clock, socket, disk, thread or ambient randomness.
 
 pub mod engine;
+pub mod init;
 pub mod machine;
+pub mod optim;
