@@ -9,3 +9,4 @@ pub mod engine;
 pub mod init;
 pub mod machine;
 pub mod optim;
+pub mod solo;
