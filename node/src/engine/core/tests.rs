@@ -428,3 +428,9 @@ fn failures_say_what_they_were_part_of() {
     let beyond = WorkKey { span: Span::new(2, 5), ..work(0) };
     assert!(matches!(error(forward(&mut core, beyond, true)), EngineError::Absent { .. }));
 }
+
+#[test]
+fn an_engine_can_move_to_its_thread() {
+    fn movable<T: Send>(_: &T) {}
+    movable(&drawn());
+}
