@@ -6,11 +6,15 @@
 //! never touches clock, socket, disk, thread or ambient randomness.
 
 mod catchup;
+pub mod checkpoint;
 pub mod engine;
 mod feed;
 mod host;
+pub mod init;
 pub mod machine;
+pub mod optim;
 mod reduce;
 pub mod route;
 mod session;
+pub mod solo;
 mod steps;

@@ -6,6 +6,7 @@
 //! and backward: the toy model in plain Rust, or libtorch.
 
 pub mod core;
+pub mod toy;
 
 use bytes::Bytes;
 use skein_protocol::codec::Codec;
@@ -301,6 +302,9 @@ pub enum EngineError {
         /// What.
         what: String,
     },
+    /// The task contradicts what was done before it: a sum of another step, a gradient added twice.
+    #[error("{0}")]
+    Conflict(String),
     /// A group is at another version than the task needs.
     #[error("group {group} is at version {found}, needed {needed}")]
     WrongVersion {
