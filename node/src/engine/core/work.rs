@@ -18,8 +18,14 @@ pub(super) struct Works<C: Compute> {
 /// What one work has left here.
 struct Kept<C: Compute> {
     graph: Option<C::Graph>,
-    /// Gradients of all uses of the span, until some are added and the rest dropped.
-    scratch: Option<C::Gradients>,
+    scratch: Option<Scratch<C>>,
+}
+
+/// Gradients of a span's uses, until they are added or discarded.
+struct Scratch<C: Compute> {
+    gradients: C::Gradients,
+    /// Uses that were not added yet: each is added once.
+    left: BitSet,
 }
 
 impl<C: Compute> Default for Works<C> {
@@ -62,21 +68,28 @@ impl<C: Compute> Works<C> {
         self.kept.get_mut(&key).and_then(|kept| kept.graph.take())
     }
 
-    fn keep_scratch(&mut self, key: WorkKey, gradients: C::Gradients) {
-        self.entry(key).scratch = Some(gradients);
+    fn keep_scratch(&mut self, key: WorkKey, gradients: C::Gradients, uses: BitSet) {
+        self.entry(key).scratch = Some(Scratch { gradients, left: uses });
     }
 
-    fn has_scratch(&self, key: WorkKey) -> bool {
-        self.kept.get(&key).is_some_and(|kept| kept.scratch.is_some())
+    fn scratch(&self, key: WorkKey) -> Option<&Scratch<C>> {
+        self.kept.get(&key)?.scratch.as_ref()
     }
 
-    fn take_scratch(&mut self, key: WorkKey) -> Option<C::Gradients> {
-        let kept = self.kept.get_mut(&key)?;
-        let scratch = kept.scratch.take();
-        if kept.graph.is_none() {
+    /// Notes that gradients were added; what is used up goes.
+    fn used(&mut self, key: WorkKey, sums: &[(Use, SumId)]) {
+        let Some(kept) = self.kept.get_mut(&key) else { return };
+        if let Some(scratch) = &mut kept.scratch {
+            for (one, _) in sums {
+                scratch.left.remove(usize::from(one.0));
+            }
+            if scratch.left.is_empty() {
+                kept.scratch = None;
+            }
+        }
+        if kept.graph.is_none() && kept.scratch.is_none() {
             self.kept.remove(&key);
         }
-        scratch
     }
 
     fn entry(&mut self, key: WorkKey) -> &mut Kept<C> {
@@ -125,8 +138,9 @@ impl<C: Compute> Core<C> {
             Some(values) => Some(encode(&self.bytes, "the gradient of a span's input", codec, &values)?),
             None => None,
         };
-        self.works.keep_scratch(key, made.gradients);
-        Ok(Outcome::Backwarded { key, gradient, uses: self.plan.structure.uses_of(key.span) })
+        let uses = self.plan.structure.uses_of(key.span);
+        self.works.keep_scratch(key, made.gradients, uses.clone());
+        Ok(Outcome::Backwarded { key, gradient, uses })
     }
 
     /// Runs the span forward on the version its step runs on, and checks the form of what comes out.
@@ -157,25 +171,23 @@ impl<C: Compute> Core<C> {
     pub(super) fn add(&mut self, key: WorkKey, mut sums: Vec<(Use, SumId)>) -> Result<Outcome, EngineError> {
         sums.sort_unstable();
         self.check_add(key, &sums)?;
-        let Some(gradients) = self.works.take_scratch(key) else { return Err(no_scratch(key)) };
-        for (one, id) in sums {
+        let Some(Scratch { gradients, .. }) = self.works.scratch(key) else { return Err(no_scratch(key)) };
+        for (one, id) in sums.iter().copied() {
             let group = self.plan.structure.group_of(one);
             let layout = self.plan.structure.layout(group);
             let sum = self.sums.entry(id).or_insert_with(|| Sum::new(key.step, group, layout, &mut self.pool));
             gradients.add_to(one, &mut sum.buffer, sum.added.is_empty());
             *sum.added.entry((one, key.microbatch)).or_default() += 1;
         }
+        self.works.used(key, &sums);
         Ok(Outcome::Added { key })
     }
 
     fn check_add(&self, key: WorkKey, sums: &[(Use, SumId)]) -> Result<(), EngineError> {
-        if !self.works.has_scratch(key) {
-            return Err(no_scratch(key));
-        }
-        let made: BitSet = self.plan.structure.uses_of(key.span);
+        let Some(Scratch { left, .. }) = self.works.scratch(key) else { return Err(no_scratch(key)) };
         let mut groups = BTreeMap::new();
         for (index, (one, id)) in sums.iter().enumerate() {
-            if !made.contains(usize::from(one.0)) {
+            if !left.contains(usize::from(one.0)) {
                 return Err(absent(format!("gradient of use {one} by blocks {}", key.span)));
             }
             if index > 0 && sums[index - 1].0 == *one {
