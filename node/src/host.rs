@@ -216,6 +216,10 @@ impl Node {
                 if work.attempt > entry.work.attempt {
                     (entry.work, entry.mask, entry.route, entry.hop) = (work, mask, route, hop_index);
                     (entry.sent_output, entry.sent_gradient) = (false, false);
+                    // Asked again for what was reported: the report was lost with the coordinator.
+                    if !entry.scratch.is_empty() {
+                        self.host.to_report.insert(key);
+                    }
                 }
                 if entry.input.is_none() {
                     entry.input = payload;

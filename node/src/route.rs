@@ -47,15 +47,12 @@ impl RoutePolicy for RoundRobin {
         let mean = mean_rate(candidates);
         let least = candidates.iter().filter_map(|candidate| self.busy.get(&candidate.node)).copied().fold(f64::INFINITY, f64::min);
         let start = if least.is_finite() { least } else { 0.0 };
-        self.busy.retain(|node, _| candidates.iter().any(|candidate| candidate.node == *node));
-        let busy = |node: &NodeId, totals: &BTreeMap<NodeId, f64>| totals.get(node).copied().unwrap_or(start);
-        let (index, chosen) = candidates
-            .iter()
-            .enumerate()
-            .min_by(|(_, a), (_, b)| busy(&a.node, &self.busy).total_cmp(&busy(&b.node, &self.busy)))
-            .expect("at least one candidate");
-        let total = busy(&chosen.node, &self.busy) + 1.0 / known(chosen.rate, mean);
-        self.busy.insert(chosen.node, total);
+        for candidate in candidates {
+            self.busy.entry(candidate.node).or_insert(start);
+        }
+        let least_busy = candidates.iter().enumerate().min_by(|(_, a), (_, b)| self.busy[&a.node].total_cmp(&self.busy[&b.node]));
+        let Some((index, chosen)) = least_busy else { return 0 };
+        *self.busy.entry(chosen.node).or_default() += 1.0 / known(chosen.rate, mean);
         index
     }
 }

@@ -17,6 +17,9 @@ use crate::machine::{Action, Node, Report, Run};
 /// Commits a node keeps: enough to show a coordinator that lost some.
 const COMMITS_KEPT: usize = 16;
 
+/// How often a node dials a coordinator that is gone after the end of the run.
+const DIALS_AFTER_END: u32 = 6;
+
 /// Where the node stands with the coordinator.
 #[derive(Debug, Default)]
 pub(crate) struct Session {
@@ -71,9 +74,13 @@ impl Node {
     pub(crate) fn control_down(&mut self, reason: String, actions: &mut Vec<Action>) {
         (self.session.connected, self.session.welcomed) = (false, false);
         self.session.heartbeat_at = None;
-        if self.session.leaving || self.session.finished {
-            let reason = if self.session.finished { "the run is finished".to_owned() } else { "left the run".to_owned() };
-            actions.push(Action::Exit { ok: true, reason });
+        if self.session.leaving {
+            actions.push(Action::Exit { ok: true, reason: "left the run".to_owned() });
+            return;
+        }
+        // A coordinator that restarts after the last step may still want it saved.
+        if self.session.finished && self.session.failures >= DIALS_AFTER_END {
+            actions.push(Action::Exit { ok: true, reason: "the run is finished and the coordinator gone".to_owned() });
             return;
         }
         // Twice as long each time, at most the maximum; the node's name spreads those who lost

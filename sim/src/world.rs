@@ -548,6 +548,7 @@ impl World {
     }
 
     fn note(&mut self, who: NodeId, event: &impl std::fmt::Debug) {
+        tracing::trace!(at = self.now.as_secs_f64(), who = who.short(), ?event);
         self.trace.update(format!("{} {} {event:?}\n", self.now.0, who.short()).as_bytes());
     }
 }

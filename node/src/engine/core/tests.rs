@@ -170,7 +170,9 @@ fn a_gradient_is_added_once() {
     assert_eq!(*core.sums[&id(9)].buffer, *before);
     assert_eq!(core.contributions(id(0)), BTreeMap::from([((Use(0), Microbatch(0)), 1), ((Use(4), Microbatch(0)), 1)]));
     assert_eq!(core.contributions(id(9)), BTreeMap::from([((Use(1), Microbatch(0)), 1)]));
-    assert!(matches!(error(core.run(Task::Add { key: work(0), sums })), EngineError::Absent { .. }), "what was added is used up");
+    let again = vec![(Use(1), id(10))];
+    assert!(matches!(error(core.run(Task::Add { key: work(0), sums: again })), EngineError::Absent { .. }), "what was added is used up");
+    assert!(matches!(core.run(Task::Add { key: work(0), sums: vec![(Use(2), id(11))] }), Outcome::Added { .. }), "the rest is not");
 }
 
 #[test]
