@@ -4,6 +4,8 @@
 //! TCP, because a killed process closes it at once. The coordinator answers a new substream with
 //! an empty frame, so that a node knows that it is heard before it says hello.
 
+#![expect(clippy::wildcard_enum_match_arm, reason = "libp2p's events and the system's errors grow; ours are matched in full")]
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -361,7 +363,7 @@ async fn dial(swarm: &mut Swarm<Behaviour>, coordinator: &CoordinatorAddress) ->
     let address = || coordinator.dial.to_string();
     let options = DialOpts::peer_id(coordinator.peer).addresses(vec![coordinator.dial.clone()]).build();
     let failed = |error: DialError| match error {
-        DialError::WrongPeerId { obtained, .. } => NetError::WrongKey { address: address(), expected: coordinator.peer, got: obtained.to_string() },
+        DialError::WrongPeerId { obtained, .. } => NetError::WrongKey { address: address(), expected: coordinator.peer.to_string(), got: obtained.to_string() },
         DialError::LocalPeerId { .. } => NetError::Unreachable { address: address(), problem: "that is this node's own key".to_owned() },
         DialError::Transport(errors) => NetError::Unreachable { address: address(), problem: explain(&errors) },
         other @ (DialError::NoAddresses | DialError::DialPeerConditionFalse(_) | DialError::Aborted | DialError::Denied { .. }) => {

@@ -15,6 +15,7 @@ use crate::id::NodeId;
 pub mod control;
 pub mod identity;
 pub mod links;
+mod outgoing;
 mod quic;
 mod session;
 mod swarm;
@@ -53,7 +54,7 @@ pub enum NetError {
         /// The address.
         address: String,
         /// The key in the address.
-        expected: PeerId,
+        expected: String,
         /// The key that answered.
         got: String,
     },

@@ -92,12 +92,15 @@ impl Outbox {
     }
 }
 
+/// Makes of a message that cannot be decoded a reason and a frame that tells it, or nothing.
+pub(super) type Explain = fn(&[u8]) -> Option<(String, Vec<u8>)>;
+
 /// What is different about a peer's first message.
 #[derive(Clone, Copy)]
 pub(super) enum First {
     /// It comes from a stranger: smaller, and soon. If it is a hello of versions unknown here,
     /// what the function makes of it is the last thing the stranger hears.
-    Stranger(fn(&[u8]) -> Option<(String, Vec<u8>)>),
+    Stranger(Explain),
     /// Nothing.
     Known,
 }
@@ -209,9 +212,8 @@ pub(super) async fn read_frame<R: AsyncRead + Unpin>(reader: &mut R, max: usize,
         Some(patience) => timeout(patience, starts).await.map_err(|_| "said nothing".to_owned())?,
         None => starts.await,
     }
-    .map_err(|error| match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "connection closed by the other side".to_owned(),
-        _ => format!("connection lost: {error}"),
+    .map_err(|error| {
+        if error.kind() == std::io::ErrorKind::UnexpectedEof { "connection closed by the other side".to_owned() } else { format!("connection lost: {error}") }
     })?;
     let within = |error: std::io::Error| format!("connection lost within a message: {error}");
     let slow = |_| "too slow within a message".to_owned();

@@ -144,7 +144,7 @@ async fn a_wrong_key_is_refused_and_named() {
     let wrong = CoordinatorAddress::new(&expected, address.dial.clone());
     let error = guard("connect", ControlClient::connect(&Identity::generate(), &wrong)).await.err().expect("someone else's key");
     let got = coordinator.peer_id().to_string();
-    assert_eq!(error, NetError::WrongKey { address: address.dial.to_string(), expected: expected.peer_id(), got });
+    assert_eq!(error, NetError::WrongKey { address: address.dial.to_string(), expected: expected.peer_id().to_string(), got });
     // And the server is none the worse.
     let node = Identity::generate();
     let _client = client(&node, &address).await;
