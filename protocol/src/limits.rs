@@ -22,6 +22,8 @@ pub const CHUNK_LEN_MAX: usize = 16 * 1024 * 1024;
 pub const STATE_CHUNK_BYTES: usize = 1024 * 1024;
 /// Control messages queued towards one peer before it is disconnected.
 pub const CONTROL_QUEUE: usize = 4096;
+/// Bytes of control messages queued towards one peer before it is disconnected.
+pub const CONTROL_QUEUE_BYTES: usize = 64 * 1024 * 1024;
 /// Data messages queued towards one peer before sending is refused.
 pub const DATA_QUEUE: usize = 1024;
 /// Events queued towards a machine by its shell.
