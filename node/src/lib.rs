@@ -5,5 +5,6 @@
 //! feature `torch`, the engine runs on libtorch. The machine never reads a tensor's contents and
 //! never touches clock, socket, disk, thread or ambient randomness.
 
+pub mod data;
 pub mod engine;
 pub mod machine;
