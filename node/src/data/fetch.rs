@@ -192,7 +192,7 @@ impl Fetch {
     /// A chunk came. What it completes waits in [`Fetch::take_completed`].
     pub fn blob(&mut self, peer: NodeId, hash: Hash, chunk: u32, byte_len: u64, bytes: Bytes) -> Result<(), FetchError> {
         let current = self.current.as_mut().filter(|current| current.hash == hash).ok_or(FetchError::Unasked)?;
-        if !current.asked.get(&chunk).is_some_and(|(asked, _)| *asked == peer) {
+        if current.asked.get(&chunk).is_none_or(|(asked, _)| *asked != peer) {
             return Err(FetchError::Unasked);
         }
         current.asked.remove(&chunk);

@@ -116,6 +116,12 @@ impl Store {
         Ok(bytes)
     }
 
+    /// The data set's tokenizer.
+    #[cfg(feature = "shell")]
+    pub fn tokenizer(&self) -> Result<super::tokenizer::Tokenizer, DataError> {
+        super::tokenizer::Tokenizer::from_json(&self.read(self.manifest.tokenizer.hash)?)
+    }
+
     /// The tokens that are learned from.
     pub fn train(&self) -> Tokens {
         Tokens::new(self.clone(), &self.manifest.train)
@@ -129,9 +135,11 @@ impl Store {
     /// Opens a file, and verifies it the first time.
     fn file(&self, hash: Hash) -> Result<File, DataError> {
         let path = file_path(&self.folder, hash);
-        let file = File::open(&path).map_err(|source| match source.kind() {
-            std::io::ErrorKind::NotFound => DataError::Missing { path: path.clone() },
-            _ => DataError::Io { path: path.clone(), source },
+        let file = File::open(&path).map_err(|source| {
+            if source.kind() == std::io::ErrorKind::NotFound {
+                return DataError::Missing { path: path.clone() };
+            }
+            DataError::Io { path: path.clone(), source }
         })?;
         let mut verified = self.verified.lock().expect("no holder of this lock panics");
         if !verified.contains(&hash) {

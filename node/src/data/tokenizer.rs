@@ -69,8 +69,9 @@ impl fmt::Debug for Tokenizer {
 impl Tokenizer {
     /// One token a byte.
     pub fn bytes() -> Self {
-        let vocab = byte_characters().iter().zip(0..).map(|(character, byte)| (character.to_string(), byte));
-        let model = BPE::builder().vocab_and_merges(vocab.collect::<std::collections::HashMap<_, _>>(), Vec::new()).build();
+        let characters = byte_characters();
+        let vocab: [(String, u32); 256] = std::array::from_fn(|byte| (characters[byte].to_string(), byte as u32));
+        let model = BPE::builder().vocab_and_merges(vocab, Vec::new()).build();
         Self::byte_level(model.expect("256 distinct characters are a vocabulary"), true)
     }
 

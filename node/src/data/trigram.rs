@@ -16,6 +16,36 @@ use std::fmt;
 /// Bits of one token in a packed n-gram.
 const TOKEN_BITS: u32 = 21;
 
+/// The yardstick is trained on at most so many tokens: memory is some 30 bytes for each.
+#[cfg(feature = "shell")]
+const YARDSTICK_TOKENS_MAX: u64 = 32 * 1024 * 1024;
+
+/// Bits per byte that trigram models need for the held-out text of a data set.
+#[cfg(feature = "shell")]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Yardstick {
+    /// A trigram model over bytes.
+    pub over_bytes: f64,
+    /// A trigram model over the data set's own tokens: much the stronger one.
+    pub over_tokens: f64,
+}
+
+/// Trains trigram models on the training text of a data set (its first 32 Mi tokens), over bytes
+/// and over tokens, and tells what they need for the held-out text.
+#[cfg(feature = "shell")]
+pub fn yardstick(store: &super::store::Store) -> Result<Yardstick, super::DataError> {
+    let (vocab_size, text_bytes) = (store.manifest().vocab_size, store.manifest().valid.text_bytes);
+    let (mut reader, mut train) = (store.train(), Vec::new());
+    reader.read(0, usize::try_from(reader.len().min(YARDSTICK_TOKENS_MAX)).expect("32 Mi fit"), &mut train)?;
+    let valid = store.valid().read_all()?;
+    let too_large = |error: VocabularyTooLarge| super::DataError::Tokenizer(error.to_string());
+    let over_tokens = Trigram::train(&train, vocab_size).map_err(too_large)?.bits_per_byte(&valid, text_bytes);
+    let tokenizer = store.tokenizer()?;
+    let bytes = |tokens: &[u32]| Ok::<Vec<u32>, super::DataError>(tokenizer.decode(tokens)?.bytes().map(u32::from).collect());
+    let over_bytes = Trigram::train(&bytes(&train)?, 256).map_err(too_large)?.bits_per_byte(&bytes(&valid)?, text_bytes);
+    Ok(Yardstick { over_bytes, over_tokens })
+}
+
 /// The vocabulary is too large for this model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a trigram model has room for 2097152 tokens, the vocabulary has {0}")]
@@ -163,6 +193,22 @@ mod tests {
         let cycle: Vec<u32> = (0..5_000).map(|i| i % 16).collect();
         let bits = Trigram::train(&cycle, 16).expect("small").bits_per_byte(&cycle[..500], 500);
         assert!(bits < 0.1, "{bits}");
+    }
+
+    #[cfg(feature = "shell")]
+    #[test]
+    fn the_yardstick_of_a_byte_data_set_is_the_same_over_bytes_and_tokens() {
+        use crate::data::build::{BuildOptions, build};
+        use crate::data::store::Store;
+        use crate::data::tokenizer::TokenizerSpec;
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let text = folder.path().join("text.txt");
+        std::fs::write(&text, (0..400).map(|i| format!("{} green bottles\n\n", i * i % 91)).collect::<String>()).expect("writable");
+        let options = BuildOptions { out: folder.path().join("data"), tokenizer: TokenizerSpec::Bytes, train: vec![text], valid: vec![], shard_tokens: 1000 };
+        let manifest = build(&options, &mut |_| ()).expect("builds");
+        let yardstick = yardstick(&Store::open(&options.out, manifest.name()).expect("complete")).expect("intact");
+        assert_eq!(yardstick.over_bytes, yardstick.over_tokens);
+        assert!((0.2..2.0).contains(&yardstick.over_bytes), "{yardstick:?}");
     }
 
     #[test]
