@@ -7,6 +7,7 @@
 
 mod catchup;
 pub mod checkpoint;
+pub mod data;
 pub mod engine;
 mod feed;
 mod host;
