@@ -7,3 +7,5 @@
 
 pub mod engine;
 pub mod machine;
+#[cfg(feature = "torch")]
+pub mod model;
