@@ -13,7 +13,7 @@ struct Counting {
 
 impl Samples for Counting {
     fn tokens(&mut self, step: Step, microbatch: Microbatch) -> Result<Vec<u32>, EngineError> {
-        let first = step.0 as u32 + 7 * u32::from(microbatch.0);
+        let first = step.0 as u32 + 7 * microbatch.0;
         Ok((0..self.count).map(|index| (first + index * index) % self.vocabulary).collect())
     }
 }
