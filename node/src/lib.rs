@@ -5,7 +5,11 @@
 //! feature `torch`, the engine runs on libtorch. The machine never reads a tensor's contents and
 //! never touches clock, socket, disk, thread or ambient randomness.
 
+pub mod checkpoint;
 pub mod engine;
+pub mod init;
 pub mod machine;
 #[cfg(feature = "torch")]
 pub mod model;
+pub mod optim;
+pub mod solo;

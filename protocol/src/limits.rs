@@ -28,6 +28,8 @@ pub const DATA_QUEUE: usize = 1024;
 pub const EVENT_QUEUE: usize = 4096;
 /// Tasks queued at an engine beyond the running one.
 pub const ENGINE_QUEUE: usize = 2;
+/// Bytes of encoded tensors that an engine keeps to use again.
+pub const POOLED_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Receive window of one data connection in bytes.
 pub const LINK_WINDOW_BYTES: u32 = 32 * 1024 * 1024;
 /// Streams that a peer may have open at once on one data connection.

@@ -8,6 +8,7 @@
 pub mod core;
 #[cfg(feature = "torch")]
 pub mod torch;
+pub mod toy;
 
 use bytes::Bytes;
 use skein_protocol::codec::Codec;
@@ -302,6 +303,9 @@ pub enum EngineError {
         /// What.
         what: String,
     },
+    /// The task contradicts what was done before it: a sum of another step, a gradient added twice.
+    #[error("{0}")]
+    Conflict(String),
     /// A group is at another version than the task needs.
     #[error("group {group} is at version {found}, needed {needed}")]
     WrongVersion {
