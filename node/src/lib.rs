@@ -13,6 +13,8 @@ mod feed;
 mod host;
 pub mod init;
 pub mod machine;
+#[cfg(feature = "torch")]
+pub mod model;
 pub mod optim;
 mod reduce;
 pub mod route;
