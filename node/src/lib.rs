@@ -19,5 +19,7 @@ pub mod optim;
 mod reduce;
 pub mod route;
 mod session;
+#[cfg(feature = "shell")]
+pub mod shell;
 pub mod solo;
 mod steps;

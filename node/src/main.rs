@@ -1,2 +1,48 @@
-//! placeholder
-fn main() {}
+//! The volunteer's program: reads the command line and does what it says.
+
+#![expect(clippy::print_stdout, reason = "results go to stdout")]
+
+mod commands;
+mod settings;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use settings::{Cli, Command, DataCommand};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn,skein_node=info".into()))
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
+    // Two versions of it may be linked in; rustls must be told which provider to use.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    match run(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Start(args) => commands::start::start(*args),
+        Command::Identity { state } => commands::start::identity(&state),
+        Command::Data { command: DataCommand::Build { out, tokenizer, valid, shard_tokens, json, files } } => {
+            commands::data::build(out, tokenizer, files, valid, shard_tokens, json)
+        }
+        Command::Trigram { data, run, json } => commands::data::trigram(&data, run.as_deref(), json),
+        Command::Solo(args) => commands::solo::solo(&args),
+        Command::Init { run, data, out } => commands::model::init(&run, data.as_deref(), &out),
+        Command::Import { model, out } => commands::model::import(&model, &out),
+        Command::Export { coordinator, out } => commands::model::export(&coordinator, &out),
+        Command::Generate(args) => commands::model::generate(&args),
+        Command::Eval { model, data, sequences, json } => commands::model::eval(&model, &data, sequences, json),
+        Command::Doctor { coordinator, state } => commands::doctor::doctor(coordinator.as_ref(), state.as_deref()),
+    }
+}

@@ -202,6 +202,16 @@ impl CoordinatorAddress {
         Self { node: identity.node_id(), peer: identity.peer_id(), dial }
     }
 
+    /// Where to dial, if the address is one of numbers.
+    pub fn socket_addr(&self) -> Option<std::net::SocketAddr> {
+        let parts: Vec<Protocol<'_>> = self.dial.iter().collect();
+        match parts[..] {
+            [Protocol::Ip4(ip), Protocol::Tcp(port)] => Some((ip, port).into()),
+            [Protocol::Ip6(ip), Protocol::Tcp(port)] => Some((ip, port).into()),
+            _ => None,
+        }
+    }
+
     /// The whole address, key included.
     pub fn to_multiaddr(&self) -> Multiaddr {
         self.dial.clone().with(Protocol::P2p(self.peer))

@@ -1,0 +1,62 @@
+//! `solo`.
+
+#![expect(clippy::disallowed_methods, reason = "it reports tokens a second")]
+
+use std::time::Instant;
+
+use anyhow::Context;
+use skein_node::data::sampler::Sampler;
+use skein_node::data::store::Store;
+use skein_node::engine::core::Core;
+use skein_node::engine::torch::{Torch, device};
+use skein_node::engine::{Engine, Outcome, Task};
+use skein_node::solo::solo_step;
+use skein_protocol::id::{Group, Step};
+
+use super::{Progress, read_config};
+use crate::settings::SoloArgs;
+
+pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
+    device::ensure_environment(args.threads).context("cannot set the environment for libtorch")?;
+    let config = read_config(&args.run)?;
+    let steps = args.steps.unwrap_or(config.run.steps);
+    let store = Store::open(&args.data, config.data.manifest)?;
+    let sampler = Sampler::new(&store, config.run.seed, config.batch)?;
+    let _ = device::load_cuda();
+    let place = device::choose(args.device)?;
+    device::set_threads(args.threads);
+    let structure = config.structure();
+    let mut engine = Core::new(Torch::new(&config, Box::new(sampler), place)?, &config, structure.clone());
+    let groups: Vec<Group> = structure.group_ids().collect();
+    if let Outcome::Failed { error, .. } = engine.run(Task::Draw { groups }) {
+        anyhow::bail!("{error}");
+    }
+    let mut bar = Progress::new(steps, "{wide_bar} step {pos}/{len} {msg} {eta}");
+    let mut losses: Vec<f32> = Vec::new();
+    let mut seconds: Vec<f64> = Vec::new();
+    for step in (0..steps).map(Step) {
+        let begun = Instant::now();
+        let done = solo_step(&mut engine, &config, &structure, step)?;
+        seconds.push(begun.elapsed().as_secs_f64());
+        losses.push(done.loss);
+        let rate = config.batch.tokens_per_step() as f64 / seconds.last().copied().unwrap_or(1.0);
+        bar.at(step.0 + 1, format!("loss {:.4}, {rate:.0} tokens/s", done.loss));
+    }
+    bar.finish();
+    if let Some(out) = &args.out {
+        let weights = groups.iter().map(|group| engine.weights(*group).unwrap_or_default().to_vec()).collect();
+        super::model::write_model(out, &config.model, weights, Some(&store))?;
+    }
+    let total: f64 = seconds.iter().sum();
+    let rate = config.batch.tokens_per_step() as f64 * steps as f64 / total.max(1e-9);
+    let (first, last) = (losses.first().copied().unwrap_or(f32::NAN), losses.last().copied().unwrap_or(f32::NAN));
+    if args.json {
+        println!(
+            "{}",
+            serde_json::json!({ "steps": steps, "first_loss": first, "final_loss": last, "tokens_per_second": rate, "seconds": total, "losses": losses, "step_seconds": seconds })
+        );
+    } else {
+        println!("{steps} steps, loss {first:.4} to {last:.4}, {rate:.0} tokens/s");
+    }
+    Ok(())
+}
