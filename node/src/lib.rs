@@ -7,6 +7,7 @@
 
 pub mod checkpoint;
 pub mod engine;
+pub mod huggingface;
 pub mod init;
 pub mod machine;
 #[cfg(feature = "torch")]
