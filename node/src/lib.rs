@@ -11,6 +11,7 @@ pub mod data;
 pub mod engine;
 mod feed;
 mod host;
+pub mod huggingface;
 pub mod init;
 pub mod machine;
 #[cfg(feature = "torch")]

@@ -63,7 +63,7 @@ pub(super) fn total<'a>(
     let mut slices = ids.iter().map(|id| {
         let sum = sums.get(id).ok_or_else(|| absent(format!("sum {id:?}")))?;
         sum.check(*id, key.step, key.group)?;
-        Ok(&sum.buffer[range.clone()])
+        Ok::<_, EngineError>(&sum.buffer[range.clone()])
     });
     let first = slices.next().ok_or_else(|| absent("sum in an empty list of sums"))??;
     if ids.len() == 1 {
