@@ -5,5 +5,6 @@
 //! touches clock, socket, disk or ambient randomness, and nothing here knows libtorch.
 
 pub mod machine;
+pub mod planner;
 pub mod record;
 pub mod status;
