@@ -8,3 +8,4 @@ pub mod machine;
 pub mod planner;
 pub mod record;
 pub mod status;
+pub mod store;
