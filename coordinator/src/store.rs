@@ -245,13 +245,12 @@ fn open_failure(path: &Path, error: &DatabaseError) -> StoreError {
     if matches!(error, DatabaseError::DatabaseAlreadyOpen) {
         return StoreError::InUse { path };
     }
-    match error {
-        // A file without redb's magic number is no matter of rights or folders.
-        DatabaseError::Storage(StorageError::Io(io)) if io.kind() != std::io::ErrorKind::InvalidData => StoreError::Open { path, problem: io.to_string() },
-        DatabaseError::Storage(StorageError::Io(io)) => StoreError::Damaged { path, problem: io.to_string() },
-        #[expect(clippy::wildcard_enum_match_arm, reason = "not ours and non-exhaustive: whatever else it is, the file was not accepted")]
-        error => StoreError::Damaged { path, problem: error.to_string() },
-    }
+    let DatabaseError::Storage(StorageError::Io(io)) = error else {
+        return StoreError::Damaged { path, problem: error.to_string() };
+    };
+    let problem = io.to_string();
+    // A file without redb's magic number is no matter of rights or folders.
+    if io.kind() == std::io::ErrorKind::InvalidData { StoreError::Damaged { path, problem } } else { StoreError::Open { path, problem } }
 }
 
 /// The log in memory: what survives a simulated crash.
