@@ -2,6 +2,8 @@
 
 pub mod control;
 pub mod data;
+#[cfg(test)]
+mod golden;
 
 /// Wire versions that this build speaks, lowest and highest.
 pub const VERSIONS: Versions = Versions { min: 1, max: 1 };
