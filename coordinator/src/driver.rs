@@ -120,7 +120,7 @@ impl<M: Machine, S: Store, C: Control> Driver<M, S, C> {
     }
 
     /// Runs until the user stops it or the log fails.
-    pub async fn run(mut self, mut requests: Requests) -> Result<End, DriverError> {
+    pub async fn run(&mut self, mut requests: Requests) -> Result<End, DriverError> {
         loop {
             let timer = self.machine.next_timeout().map(|time| self.start + Duration::from_nanos(time.0));
             let event = tokio::select! {
@@ -135,7 +135,7 @@ impl<M: Machine, S: Store, C: Control> Driver<M, S, C> {
                 }
                 Some(question) = requests.questions.recv() => {
                     // Whoever asked may have gone.
-                    let _ = question.send(self.machine.status(self.now()));
+                    let _ = question.send(self.status());
                     continue;
                 }
                 () = sleep_until(self.stop_by) => return Ok(End::Unsaved),
@@ -144,6 +144,16 @@ impl<M: Machine, S: Store, C: Control> Driver<M, S, C> {
                 return Ok(End::Stopped);
             }
         }
+    }
+
+    /// The run as it stands.
+    pub fn status(&self) -> Status {
+        self.machine.status(self.now())
+    }
+
+    /// The connections, to end them; the log is closed.
+    pub fn into_control(self) -> C {
+        self.control
     }
 
     /// Handles an event and those that have come with it; whether the machine has stopped.
@@ -316,7 +326,7 @@ mod tests {
             Event::Disconnected(node) => actions.extend([save(1), Action::Disconnect(node), Action::Stopped]),
             Event::Received { .. } | Event::Stop | Event::Timer => unreachable!("not sent"),
         });
-        let (driver, journal) = driver(vec![Event::Connected(node(1)), Event::Disconnected(node(9))], false, None, script);
+        let (mut driver, journal) = driver(vec![Event::Connected(node(1)), Event::Disconnected(node(9))], false, None, script);
         let (_stop, _question, requests) = requests();
         assert_eq!(driver.run(requests).await.expect("no failure"), End::Stopped);
         assert_eq!(journal.lines(), ["append 3", "send 1", "send 2", "disconnect 9"]);
@@ -325,7 +335,7 @@ mod tests {
     #[tokio::test]
     async fn nothing_is_done_once_the_log_has_failed() {
         let script: Script = Box::new(|_, actions| actions.extend([send(1), save(1), send(2), Action::Stopped]));
-        let (driver, journal) = driver(vec![Event::Connected(node(1))], true, None, script);
+        let (mut driver, journal) = driver(vec![Event::Connected(node(1))], true, None, script);
         let (_stop, _question, requests) = requests();
         let error = driver.run(requests).await.expect_err("the disk is full");
         assert_eq!(error.to_string(), "cannot write log: disk full; make room or mend the disk, then start again with --resume");
@@ -341,9 +351,9 @@ mod tests {
             Event::Stop => actions.push(Action::Stopped),
             Event::Connected(_) | Event::Received { .. } | Event::Disconnected(_) => unreachable!("not sent"),
         });
-        let (driver, _) = driver(Vec::new(), false, Some(Time(1)), script);
+        let (mut driver, _) = driver(Vec::new(), false, Some(Time(1)), script);
         let (stop, _question, requests) = requests();
-        let running = tokio::spawn(driver.run(requests));
+        let running = tokio::spawn(async move { driver.run(requests).await });
         told.recv().await.expect("the timer fires");
         stop.send(()).await.expect("it listens");
         assert_eq!(running.await.expect("no panic").expect("no failure"), End::Stopped);
@@ -351,9 +361,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_question_is_answered_and_a_second_stop_does_not_wait() {
-        let (driver, _) = driver(Vec::new(), false, None, Box::new(|_, _| {}));
+        let (mut driver, _) = driver(Vec::new(), false, None, Box::new(|_, _| {}));
         let (stop, question, requests) = requests();
-        let running = tokio::spawn(driver.run(requests));
+        let running = tokio::spawn(async move { driver.run(requests).await });
         let (ask, answer) = oneshot::channel();
         question.send(ask).await.expect("it listens");
         assert_eq!(answer.await.expect("an answer").name, "scripted");

@@ -16,6 +16,8 @@ pub mod settings;
 #[cfg(feature = "shell")]
 pub mod show;
 #[cfg(feature = "shell")]
+pub mod start;
+#[cfg(feature = "shell")]
 pub mod state;
 pub mod status;
 pub mod store;

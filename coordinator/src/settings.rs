@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Parser, Subcommand};
 use skein_protocol::config::{ConfigError, RunConfig};
 use skein_protocol::id::NodeId;
+use skein_protocol::net::Multiaddr;
 
 use crate::record::Record;
 use crate::state::{Endpoints, StateError};
+use crate::store::LOG_FILE;
 
 /// Coordinates one training run: plans who hosts what, counts the work, keeps the log.
 #[derive(Debug, Parser)]
@@ -55,7 +57,7 @@ pub struct StartArgs {
     pub state: PathBuf,
     /// Where nodes connect: IP:PORT or a multiaddr; port 0 takes a free one
     #[arg(long, value_name = "ADDR", value_parser = listen_address)]
-    pub listen: String,
+    pub listen: Multiaddr,
     /// Where /status is served: IP:PORT
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     pub http: SocketAddr,
@@ -136,18 +138,21 @@ pub fn read_config(path: &Path) -> Result<RunConfig, SettingsError> {
     RunConfig::from_toml(&text).map_err(|error| SettingsError::Config { path: path.to_owned(), error })
 }
 
-/// Whether `args` may go on with, or begin, the log as it is found. `existed` says whether there
-/// was a log before this start.
-pub fn check_resume(args: &StartArgs, config: &RunConfig, coordinator: NodeId, log: &[Record], existed: bool) -> Result<(), SettingsError> {
+/// Whether there is a log to go on with, if that is asked for. Touches nothing.
+pub fn check_log_exists(args: &StartArgs) -> Result<(), SettingsError> {
+    let missing = args.resume && !args.state.join(LOG_FILE).exists();
+    if missing { Err(SettingsError::NothingToResume { path: args.state.clone() }) } else { Ok(()) }
+}
+
+/// Whether `args` may go on with, or begin, the log as it is found.
+pub fn check_resume(args: &StartArgs, config: &RunConfig, coordinator: NodeId, log: &[Record]) -> Result<(), SettingsError> {
     let path = args.state.clone();
-    let Some(first) = log.first() else {
-        return if args.resume && !existed { Err(SettingsError::NothingToResume { path }) } else { Ok(()) };
-    };
+    let Some(first) = log.first() else { return Ok(()) };
     if !args.resume {
         return Err(SettingsError::AlreadyBegun { path });
     }
     let Record::Run { config: text } = first else { return Err(SettingsError::NoRun { path }) };
-    let begun = RunConfig::from_toml(text).map_err(|error| SettingsError::Config { path: args.state.join(crate::store::LOG_FILE), error })?;
+    let begun = RunConfig::from_toml(text).map_err(|error| SettingsError::Config { path: args.state.join(LOG_FILE), error })?;
     if begun.run_id(coordinator) == config.run_id(coordinator) {
         return Ok(());
     }
@@ -173,14 +178,16 @@ fn http_address(text: &str) -> Option<SocketAddr> {
     text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/').parse().ok()
 }
 
-/// Where to listen, as a multiaddr: `127.0.0.1:0` becomes `/ip4/127.0.0.1/tcp/0`.
-fn listen_address(text: &str) -> Result<String, String> {
-    if text.starts_with('/') {
-        return Ok(text.to_owned());
-    }
-    let address: SocketAddr = text.parse().map_err(|_| "expected IP:PORT such as 0.0.0.0:7700, or a multiaddr such as /ip4/0.0.0.0/tcp/7700".to_owned())?;
-    let family = if address.is_ipv4() { "ip4" } else { "ip6" };
-    Ok(format!("/{family}/{}/tcp/{}", address.ip(), address.port()))
+/// Where to listen: `127.0.0.1:0` means `/ip4/127.0.0.1/tcp/0`.
+fn listen_address(text: &str) -> Result<Multiaddr, String> {
+    let help = "expected IP:PORT such as 0.0.0.0:7700, or a multiaddr such as /ip4/0.0.0.0/tcp/7700";
+    let multiaddr = if text.starts_with('/') {
+        text.to_owned()
+    } else {
+        let address: SocketAddr = text.parse().map_err(|_| help.to_owned())?;
+        format!("/{}/{}/tcp/{}", if address.is_ipv4() { "ip4" } else { "ip6" }, address.ip(), address.port())
+    };
+    multiaddr.parse().map_err(|_| help.to_owned())
 }
 
 /// The settings that make two configurations different runs, as `key = new (was old)`.
@@ -239,11 +246,11 @@ mod tests {
     }
 
     fn args(resume: bool) -> StartArgs {
-        StartArgs { run: "run.toml".into(), state: "state".into(), listen: String::new(), http: SocketAddr::from(([127, 0, 0, 1], 0)), resume }
+        StartArgs { run: "run.toml".into(), state: "state".into(), listen: Multiaddr::empty(), http: SocketAddr::from(([127, 0, 0, 1], 0)), resume }
     }
 
-    fn resume(resume: bool, text: &str, log: &[Record], existed: bool) -> String {
-        match check_resume(&args(resume), &config(text), NodeId([1; 32]), log, existed) {
+    fn resume(resume: bool, text: &str, log: &[Record]) -> String {
+        match check_resume(&args(resume), &config(text), NodeId([1; 32]), log) {
             Ok(()) => "ok".to_owned(),
             Err(error) => error.to_string(),
         }
@@ -252,18 +259,17 @@ mod tests {
     #[test]
     fn going_on_takes_the_flag_a_log_and_the_same_run() {
         let log = [Record::Run { config: config(RUN).to_toml() }];
-        assert_eq!(resume(false, RUN, &[], false), "ok");
-        assert_eq!(resume(true, RUN, &log, true), "ok");
-        assert_eq!(resume(true, RUN, &[], true), "ok", "stopped before its first record");
-        assert_eq!(resume(true, RUN, &[], false), "state holds no run to resume; check --state, or leave out --resume to start one");
-        assert_eq!(resume(false, RUN, &log, true), "state already holds a run; add --resume to go on with it, or choose another --state");
+        assert_eq!(resume(false, RUN, &[]), "ok");
+        assert_eq!(resume(true, RUN, &log), "ok");
+        assert_eq!(resume(true, RUN, &[]), "ok", "stopped before its first record");
+        let nothing = check_log_exists(&args(true)).expect_err("no such folder").to_string();
+        assert_eq!(nothing, "state holds no run to resume; check --state, or leave out --resume to start one");
+        check_log_exists(&args(false)).expect("a new run needs none");
+        assert_eq!(resume(false, RUN, &log), "state already holds a run; add --resume to go on with it, or choose another --state");
+        assert_eq!(resume(true, RUN, &[Record::Checkpoint { version: Version(1) }]), "state does not begin with a run's configuration; choose another --state");
+        assert_eq!(resume(true, &RUN.replace("\"test\"", "\"renamed\""), &log), "ok", "the name is not part of the run");
         assert_eq!(
-            resume(true, RUN, &[Record::Checkpoint { version: Version(1) }], true),
-            "state does not begin with a run's configuration; choose another --state"
-        );
-        assert_eq!(resume(true, &RUN.replace("\"test\"", "\"renamed\""), &log, true), "ok", "the name is not part of the run");
-        assert_eq!(
-            resume(true, &RUN.replace("steps = 100", "steps = 200").replace("microbatches = 4", "microbatches = 8"), &log, true),
+            resume(true, &RUN.replace("steps = 100", "steps = 200").replace("microbatches = 4", "microbatches = 8"), &log),
             "run.toml is not the run in state: batch.microbatches = 8 (was 4), run.steps = 200 (was 100); \
              put these back, or choose another --state for a new run"
         );
@@ -271,10 +277,11 @@ mod tests {
 
     #[test]
     fn addresses_to_listen_on() {
-        assert_eq!(listen_address("127.0.0.1:0"), Ok("/ip4/127.0.0.1/tcp/0".to_owned()));
-        assert_eq!(listen_address("[::]:7700"), Ok("/ip6/::/tcp/7700".to_owned()));
-        assert_eq!(listen_address("/ip4/0.0.0.0/tcp/1"), Ok("/ip4/0.0.0.0/tcp/1".to_owned()));
-        assert!(listen_address("localhost").is_err());
+        let listen = |text: &str| listen_address(text).map(|address| address.to_string());
+        assert_eq!(listen("127.0.0.1:0"), Ok("/ip4/127.0.0.1/tcp/0".to_owned()));
+        assert_eq!(listen("[::]:7700"), Ok("/ip6/::/tcp/7700".to_owned()));
+        assert_eq!(listen("/ip4/0.0.0.0/tcp/1"), Ok("/ip4/0.0.0.0/tcp/1".to_owned()));
+        assert!(listen("localhost").is_err() && listen("/nonsense").is_err());
     }
 
     #[test]

@@ -111,6 +111,15 @@ impl Endpoints {
         write_atomically(&state.file(ENDPOINTS_FILE), &text)
     }
 
+    /// Takes them away: nobody listens there, or not yet.
+    pub fn remove(state: &StateDir) -> Result<(), StateError> {
+        let path = state.file(ENDPOINTS_FILE);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(io_error(&path, &error)),
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
     /// Reads those of the coordinator whose state folder this is.
     pub fn read(folder: &Path) -> Result<Self, StateError> {
         let path = folder.join(ENDPOINTS_FILE);
@@ -175,5 +184,9 @@ mod tests {
         assert_eq!(Endpoints::read(folder.path()).expect("reads"), endpoints);
         std::fs::write(folder.path().join(ENDPOINTS_FILE), "{").expect("writes");
         assert!(matches!(Endpoints::read(folder.path()), Err(StateError::Malformed { .. })));
+        for _ in 0..2 {
+            Endpoints::remove(&state).expect("gone, and gone already");
+        }
+        assert!(matches!(Endpoints::read(folder.path()), Err(StateError::NoEndpoints { .. })));
     }
 }
