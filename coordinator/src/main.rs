@@ -1,6 +1,6 @@
 //! `skein-coordinator`: plans who hosts what, keeps the ledger of work, shows the run.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -9,6 +9,9 @@ use clap::error::ErrorKind;
 use skein_coordinator::settings::{Cli, Command, StatusArgs, status_address};
 use skein_coordinator::{http, show, start};
 use tracing_subscriber::EnvFilter;
+
+/// What is logged unless RUST_LOG says otherwise.
+const LOGGED: &str = "warn,skein_coordinator=info,skein_protocol=info";
 
 /// As clap and most tools use it: the command line makes no sense.
 const USAGE: u8 = 2;
@@ -22,8 +25,9 @@ fn main() -> ExitCode {
     if rustls::crypto::aws_lc_rs::default_provider().install_default().is_err() {
         return failed("a TLS provider is installed already; this build is broken");
     }
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_target(false).with_writer(std::io::stderr).init();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOGGED));
+    let colors = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_target(false).with_ansi(colors).with_writer(std::io::stderr).init();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&format!("{error:#}")),

@@ -5,5 +5,16 @@
 //! feature `torch`, the engine runs on libtorch. The machine never reads a tensor's contents and
 //! never touches clock, socket, disk, thread or ambient randomness.
 
+mod catchup;
+pub mod checkpoint;
 pub mod engine;
+mod feed;
+mod host;
+pub mod init;
 pub mod machine;
+pub mod optim;
+mod reduce;
+pub mod route;
+mod session;
+pub mod solo;
+mod steps;

@@ -1,10 +1,30 @@
 //! The node as a state machine: events in, actions out, no I/O.
+//!
+//! This file has what goes in and out, and who hears of it. Each concern has a file of its own:
+//! [`crate::session`] (the coordinator), [`crate::feed`] and [`crate::route`] (leases and routes),
+//! [`crate::host`] (computing and counting), [`crate::reduce`] (averaging), [`crate::steps`]
+//! (commits, versions), [`crate::catchup`] (getting and giving state).
 
-use skein_protocol::id::{Group, NodeId, Version};
-use skein_protocol::message::control::{FromCoordinator, Peer, ToCoordinator};
-use skein_protocol::message::data::Frame;
+use std::collections::VecDeque;
+use std::sync::Arc;
 
-use crate::engine::{Outcome, Snapshot, Task};
+use skein_protocol::config::RunConfig;
+use skein_protocol::id::{Fence, Group, Hash, NodeId, RunId, Span, Timeline, Version};
+use skein_protocol::limits;
+use skein_protocol::message::control::{Capability, FromCoordinator, Peer, Shard, ToCoordinator};
+use skein_protocol::message::data::{Frame, PeerMessage};
+use skein_protocol::model::Structure;
+use skein_protocol::placement::Placement;
+use skein_protocol::sign::Signer;
+use skein_protocol::time::Time;
+
+use crate::catchup::Catchup;
+use crate::engine::{About, EngineError, Outcome, Snapshot, Task, WorkKey};
+use crate::feed::Feed;
+use crate::host::Host;
+use crate::reduce::Reduce;
+use crate::session::Session;
+use crate::steps::Steps;
 
 /// What happens to a node.
 #[derive(Clone, Debug)]
@@ -35,8 +55,8 @@ pub enum Event {
         group: Group,
         /// The version.
         version: Version,
-        /// Why not.
-        result: Result<(), String>,
+        /// What was saved, or why not.
+        result: Result<Shard, String>,
     },
     /// A shard was read and verified, or could not be.
     ShardLoaded {
@@ -72,7 +92,12 @@ pub enum Action {
     /// Run a task; the engine answers in order.
     Compute(Task),
     /// Make a snapshot durable as a checkpoint shard.
-    SaveShard(Snapshot),
+    SaveShard {
+        /// The timeline it belongs to.
+        timeline: Timeline,
+        /// The state.
+        snapshot: Snapshot,
+    },
     /// Read a checkpoint shard.
     LoadShard {
         /// The group.
@@ -110,4 +135,253 @@ pub enum Report {
     },
     /// Something is wrong, and what the node does about it.
     Trouble(String),
+}
+
+/// What a node is started with.
+pub struct NodeSettings {
+    /// Its name.
+    pub id: NodeId,
+    /// The coordinator's name: the only one it obeys.
+    pub coordinator: NodeId,
+    /// Checks the coordinator's signatures.
+    pub signer: Arc<dyn Signer>,
+    /// What it offers.
+    pub capability: Capability,
+    /// Where its data plane listens.
+    pub data_addresses: Vec<String>,
+    /// The manifest of the data it serves.
+    pub data: Option<Hash>,
+    /// The run that its state folder belongs to.
+    pub run: Option<RunId>,
+    /// Checkpoint shards on its disk.
+    pub shards: Vec<Shard>,
+    /// Drawn at start: makes sums of different lives different.
+    pub boot: u64,
+    /// The model's structure where it is not the configuration's (the toy model).
+    pub structure: Option<Structure>,
+}
+
+/// What follows from the run's configuration.
+pub(crate) struct Run {
+    pub(crate) id: RunId,
+    pub(crate) config: RunConfig,
+    pub(crate) structure: Structure,
+}
+
+/// A node.
+pub struct Node {
+    pub(crate) settings: NodeSettings,
+    pub(crate) now: Time,
+    pub(crate) run: Option<Run>,
+    pub(crate) session: Session,
+    pub(crate) placement: Placement,
+    pub(crate) feed: Feed,
+    pub(crate) host: Host,
+    pub(crate) reduce: Reduce,
+    pub(crate) steps: Steps,
+    pub(crate) catchup: Catchup,
+    pub(crate) queue: TaskQueue,
+    /// Frames to itself: a feeder that is its own first host.
+    local: VecDeque<Frame>,
+}
+
+impl Node {
+    /// A node that has not dialled yet; its first event makes it.
+    pub fn new(settings: NodeSettings) -> Self {
+        Self {
+            host: Host::new(settings.boot),
+            catchup: Catchup::new(settings.shards.clone()),
+            settings,
+            now: Time::default(),
+            run: None,
+            session: Session::default(),
+            placement: Placement::default(),
+            feed: Feed::default(),
+            reduce: Reduce::default(),
+            steps: Steps::default(),
+            queue: TaskQueue::default(),
+            local: VecDeque::new(),
+        }
+    }
+
+    /// Takes one event in; what is to be done comes out.
+    pub fn handle(&mut self, now: Time, event: Event, actions: &mut Vec<Action>) {
+        self.now = self.now.max(now);
+        match event {
+            Event::ControlUp => self.control_up(actions),
+            Event::ControlDown { reason } => self.control_down(reason, actions),
+            Event::Control(message) => self.control(message, actions),
+            Event::Peer { from, frame } => self.peer(from, frame, actions),
+            Event::LinkDown(node) => self.link_down(node, actions),
+            Event::Computed(outcome) => self.computed(outcome, actions),
+            Event::ShardSaved { group, version, result } => self.shard_saved(group, version, result, actions),
+            Event::ShardLoaded { group, version, result } => self.shard_loaded(group, version, result, actions),
+            Event::Leave => self.leave(actions),
+            Event::Timer => {}
+        }
+        while let Some(frame) = self.local.pop_front() {
+            self.peer(self.settings.id, frame, actions);
+        }
+        self.timers(actions);
+        self.flush_done(actions);
+        self.queue.issue(actions);
+    }
+
+    /// When to call with [`Event::Timer`] if nothing else happens.
+    pub fn next_timeout(&self) -> Option<Time> {
+        [self.session.next_timeout(), self.catchup.next_timeout(), self.reduce.next_timeout()].into_iter().flatten().min()
+    }
+
+    /// The version that the next step of this node's groups runs on, once it has their state.
+    pub fn version(&self) -> Option<Version> {
+        self.steps.version
+    }
+
+    /// The span that this node hosts, once it has its state.
+    pub fn span(&self) -> Option<Span> {
+        self.steps.version.and(self.catchup.span())
+    }
+
+    /// Sends a frame, to itself without a detour.
+    pub(crate) fn send(&mut self, to: NodeId, frame: Frame, actions: &mut Vec<Action>) {
+        if to == self.settings.id {
+            self.local.push_back(frame);
+        } else {
+            actions.push(Action::Send { to, frame });
+        }
+    }
+
+    pub(crate) fn timeline(&self) -> Timeline {
+        self.placement.timeline
+    }
+
+    pub(crate) fn is_current(&self, fence: Fence) -> bool {
+        self.run.is_some() && fence.timeline == self.timeline()
+    }
+
+    fn timers(&mut self, actions: &mut Vec<Action>) {
+        self.session_timers(actions);
+        self.catchup_timers(actions);
+        self.reduce_timers(actions);
+    }
+
+    pub(crate) fn peer(&mut self, from: NodeId, frame: Frame, actions: &mut Vec<Action>) {
+        let Frame { message, payload } = frame;
+        match message {
+            PeerMessage::Forward { work, mask, route, hop } => self.forward(from, work, mask, route, hop, payload, actions),
+            PeerMessage::Backward { work, hop } => self.backward(from, work, hop, payload, actions),
+            PeerMessage::Missing { work, hop, backward } => self.missing(from, work, hop, backward, actions),
+            PeerMessage::Finished { work } => self.flight_finished(from, work),
+            PeerMessage::HopFailed { work, hop, refused } => self.hop_failed(work, hop, refused, actions),
+            PeerMessage::Contribution { fence, group, attempt, chunk } => self.contribution(from, fence, group, attempt, chunk, payload),
+            PeerMessage::ReducedChunk { fence, group, attempt, chunk } => self.reduced_chunk(from, fence, group, attempt, chunk, payload),
+            PeerMessage::FetchReduced { fence, group, attempt } => self.serve_reduced(from, fence, group, attempt, actions),
+            PeerMessage::FetchSnapshot { timeline, group, version } => self.serve_manifest(from, timeline, group, version, actions),
+            PeerMessage::SnapshotManifest { group, version, byte_len, chunks } => self.manifest_came(from, group, version, byte_len, chunks, actions),
+            PeerMessage::FetchStateChunk { group, version, chunk } => self.serve_chunk(from, group, version, chunk, actions),
+            PeerMessage::StateChunk { group, version, chunk } => self.chunk_came(from, group, version, chunk, payload, actions),
+            PeerMessage::Unavailable { group, version } => self.unavailable(from, group, version, actions),
+            // Data files are fetched and served by the shell before the machine hears of anything.
+            PeerMessage::FetchBlob { .. } | PeerMessage::Blob { .. } | PeerMessage::NoBlob { .. } => {}
+        }
+    }
+
+    fn link_down(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        if self.session.welcomed {
+            actions.push(Action::Tell(ToCoordinator::Unreachable(node)));
+        }
+        self.host_link_down(node, actions);
+        self.feed_avoid(node, actions);
+        self.reduce.link_down(node, self.now);
+        self.catchup.link_down(node);
+    }
+
+    fn computed(&mut self, outcome: Outcome, actions: &mut Vec<Action>) {
+        self.queue.answered();
+        match outcome {
+            Outcome::Finished => {}
+            Outcome::Forwarded { key, output, loss } => self.forwarded(key, output, loss, actions),
+            Outcome::Backwarded { key, gradient, uses } => self.backwarded(key, gradient, &uses, actions),
+            Outcome::Added { key: _ } => {}
+            Outcome::Encoded { key, chunk, payload } => self.encoded(key, chunk, payload, actions),
+            Outcome::Reduced { key, chunk, payload, hash, squared_norm } => self.chunk_reduced(key, chunk, payload, hash, squared_norm, actions),
+            Outcome::Stored { key, chunk, hash } => self.chunk_stored(key, chunk, hash, actions),
+            Outcome::Applied { step } => self.applied(step, actions),
+            Outcome::SnapshotTaken(snapshot) => self.snapshot_taken(snapshot, actions),
+            Outcome::Failed { error, about } => self.failed(&error, about, actions),
+        }
+    }
+
+    fn failed(&mut self, error: &EngineError, about: About, actions: &mut Vec<Action>) {
+        actions.push(Action::Report(Report::Trouble(error.to_string())));
+        match about {
+            About::Work(key) => self.work_failed(key, actions),
+            About::Reduction(key, chunk) => self.reduction_failed(key, chunk),
+            // Without its weights a node is no replica: it comes back as a newcomer.
+            About::State(_) | About::Step(_) => self.start_over(actions),
+            About::Other => {}
+        }
+    }
+}
+
+/// Tasks for the engine, most urgent first. The engine gets few at a time, so that a gradient
+/// that comes in does not wait behind every activation that came before.
+#[derive(Default)]
+pub(crate) struct TaskQueue {
+    /// State, sums, reductions: in order among themselves, before all computing.
+    urgent: VecDeque<Task>,
+    backward: VecDeque<Task>,
+    forward: VecDeque<Task>,
+    at_engine: usize,
+}
+
+impl TaskQueue {
+    pub(crate) fn push(&mut self, task: Task) {
+        match task {
+            Task::Forward { .. } => self.forward.push_back(task),
+            Task::Backward { .. } => self.backward.push_back(task),
+            Task::Reset => {
+                self.forward.clear();
+                self.backward.clear();
+                self.urgent.clear();
+                self.urgent.push_back(task);
+            }
+            Task::Draw { .. }
+            | Task::Install { .. }
+            | Task::Forget { .. }
+            | Task::Add { .. }
+            | Task::Discard { .. }
+            | Task::DropSums { .. }
+            | Task::EncodeChunk { .. }
+            | Task::ReduceChunk { .. }
+            | Task::StoreChunk { .. }
+            | Task::DropReduction { .. }
+            | Task::Apply { .. }
+            | Task::Retire { .. }
+            | Task::TakeSnapshot { .. } => self.urgent.push_back(task),
+        }
+    }
+
+    /// Queues a backward that needs the forward of the same work to come first. At the head both
+    /// are queued at once; they go to the engine as a pair, so no other graph is kept meanwhile.
+    pub(crate) fn push_behind_forward(&mut self, key: WorkKey, task: Task) {
+        let behind = self.forward.iter().position(|queued| matches!(queued, Task::Forward { key: of, .. } if *of == key));
+        match behind {
+            Some(index) => self.forward.insert(index + 1, task),
+            None => self.backward.push_back(task),
+        }
+    }
+
+    fn answered(&mut self) {
+        self.at_engine = self.at_engine.saturating_sub(1);
+    }
+
+    fn issue(&mut self, actions: &mut Vec<Action>) {
+        while self.at_engine < limits::ENGINE_QUEUE {
+            let next = self.urgent.pop_front().or_else(|| self.backward.pop_front()).or_else(|| self.forward.pop_front());
+            let Some(task) = next else { return };
+            self.at_engine += 1;
+            actions.push(Action::Compute(task));
+        }
+    }
 }

@@ -22,12 +22,16 @@ pub const CHUNK_LEN_MAX: usize = 16 * 1024 * 1024;
 pub const STATE_CHUNK_BYTES: usize = 1024 * 1024;
 /// Control messages queued towards one peer before it is disconnected.
 pub const CONTROL_QUEUE: usize = 4096;
+/// Bytes of control messages queued towards one peer before it is disconnected.
+pub const CONTROL_QUEUE_BYTES: usize = 64 * 1024 * 1024;
 /// Data messages queued towards one peer before sending is refused.
 pub const DATA_QUEUE: usize = 1024;
 /// Events queued towards a machine by its shell.
 pub const EVENT_QUEUE: usize = 4096;
 /// Tasks queued at an engine beyond the running one.
 pub const ENGINE_QUEUE: usize = 2;
+/// Bytes of encoded tensors that an engine keeps to use again.
+pub const POOLED_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Receive window of one data connection in bytes.
 pub const LINK_WINDOW_BYTES: u32 = 32 * 1024 * 1024;
 /// Streams that a peer may have open at once on one data connection.

@@ -2,7 +2,7 @@
 
 use bincode::{Decode, Encode};
 
-use crate::id::{Block, Epoch, Group, NodeId, Span, Timeline, Version};
+use crate::id::{Block, Epoch, Group, Hash, NodeId, Span, Timeline, Version};
 
 /// What a placed node is to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -39,6 +39,8 @@ pub struct Source {
     pub group: Group,
     /// Nodes that can serve it; empty means it is drawn from the seed (version 0) or imported.
     pub holders: Vec<NodeId>,
+    /// Root of its state; means nothing without holders.
+    pub root: Hash,
 }
 
 /// One version of the placement.

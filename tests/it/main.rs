@@ -1,1 +1,3 @@
-//! placeholder
+//! What needs more than one crate.
+
+mod swarm;

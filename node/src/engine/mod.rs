@@ -6,6 +6,7 @@
 //! and backward: the toy model in plain Rust, or libtorch.
 
 pub mod core;
+pub mod toy;
 
 use bytes::Bytes;
 use skein_protocol::codec::Codec;
@@ -105,7 +106,8 @@ pub enum Task {
         /// How to encode the gradient of the boundary before the span; it is not made if the span begins with the embedding.
         encode: Codec,
     },
-    /// Add the scratch gradients of some uses to sums, which are made where they do not exist; drop the rest of the scratch.
+    /// Add the scratch gradients of some uses to sums, which are made where they do not exist. What
+    /// was added leaves the scratch; the rest stays until it is added or discarded.
     Add {
         /// The work.
         key: WorkKey,
@@ -300,6 +302,9 @@ pub enum EngineError {
         /// What.
         what: String,
     },
+    /// The task contradicts what was done before it: a sum of another step, a gradient added twice.
+    #[error("{0}")]
+    Conflict(String),
     /// A group is at another version than the task needs.
     #[error("group {group} is at version {found}, needed {needed}")]
     WrongVersion {

@@ -95,6 +95,8 @@ pub struct Hello {
     pub data: Option<Hash>,
     /// The timeline it was in.
     pub timeline: Timeline,
+    /// The span it hosts, if it still holds its state.
+    pub span: Option<Span>,
     /// Version of each group it holds.
     pub versions_held: Vec<(Group, Version)>,
     /// Its live sums and what the ledger said was counted in them.
@@ -143,6 +145,8 @@ pub struct SumReport {
 /// One group's state on a node's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub struct Shard {
+    /// The timeline it was saved in: after going back, later versions of an older one are void.
+    pub timeline: Timeline,
     /// The group.
     pub group: Group,
     /// The version.
@@ -259,6 +263,8 @@ pub struct Welcome {
     pub live_sums: Vec<SumId>,
     /// The highest step whose leftovers may go.
     pub retired: Option<Step>,
+    /// The newest complete checkpoint, and the root of each group's state in it.
+    pub checkpoint: Option<(Version, Vec<(Group, Hash)>)>,
 }
 
 /// Where a node's data plane listens.

@@ -1,0 +1,298 @@
+//! Who is here: hellos, silence, leases, leaving.
+
+use skein_protocol::id::{NodeId, Step};
+use skein_protocol::limits;
+use skein_protocol::message::VERSIONS;
+use skein_protocol::message::control::{Capability, FromCoordinator, Hello, Peer, Role, Welcome};
+use skein_protocol::placement::Standing;
+use skein_protocol::time::Time;
+
+use crate::machine::{Action, Coordinator, HELLO_ITEMS_MAX, Phase};
+use crate::record::Record;
+
+/// A silent member's sums are given up after so many times [`limits::SUSPECT_AFTER`]; those of one
+/// whose connection closed at once.
+const SILENCE_BEFORE_VOID: u32 = 3;
+
+/// A node that was admitted.
+#[derive(Clone, Debug)]
+pub(crate) struct Member {
+    pub(crate) capability: Capability,
+    pub(crate) role: Role,
+    pub(crate) addresses: Vec<String>,
+    pub(crate) has_data: bool,
+    /// Whether its control connection stands and it has said hello on it.
+    pub(crate) connected: bool,
+    /// Whether it has said hello since this coordinator started.
+    pub(crate) present: bool,
+    /// Whether no work should go to it, because it is silent.
+    pub(crate) suspect: bool,
+    /// Whether it asked to go.
+    pub(crate) leaving: bool,
+    pub(crate) heard: Time,
+    /// The newest step it has applied.
+    pub(crate) applied: Option<Step>,
+    /// Microbatches counted for it in steps so far, for shares and routes.
+    pub(crate) work: crate::view::Work,
+}
+
+impl Member {
+    fn new(hello: &Hello, now: Time) -> Self {
+        Self {
+            capability: hello.capability,
+            role: hello.role,
+            addresses: hello.data_addresses.clone(),
+            has_data: hello.data.is_some(),
+            connected: true,
+            present: true,
+            suspect: false,
+            leaving: false,
+            heard: now,
+            applied: None,
+            work: crate::view::Work::default(),
+        }
+    }
+
+    pub(crate) fn from_log(capability: Capability) -> Self {
+        Self {
+            capability,
+            role: Role::Worker,
+            addresses: Vec::new(),
+            has_data: false,
+            connected: false,
+            present: false,
+            suspect: true,
+            leaving: false,
+            heard: Time::default(),
+            applied: None,
+            work: crate::view::Work::default(),
+        }
+    }
+
+    pub(crate) fn is_live(&self) -> bool {
+        self.connected && !self.suspect
+    }
+}
+
+impl Coordinator {
+    pub(crate) fn connected(&mut self, _node: NodeId) {
+        // Nothing is known and nothing is kept before the hello.
+    }
+
+    pub(crate) fn hello(&mut self, node: NodeId, hello: Hello, actions: &mut Vec<Action>) {
+        if let Err(reason) = self.admit(&hello) {
+            self.report(format!("refused {}: {reason}", node.short()), actions);
+            actions.push(Action::Send { to: node, message: FromCoordinator::Refused { reason } });
+            actions.push(Action::Disconnect(node));
+            return;
+        }
+        let version = hello.versions.common(VERSIONS).expect("admitted");
+        let returning = self.members.get(&node).map(|member| (member.work.clone(), member.role));
+        // A process that started anew under the same name does not hold what the old one held.
+        let anew = !self.is_same_life(node, &hello);
+        if returning.is_some() && anew {
+            self.void_sums_of(node, actions);
+            self.unseat(node, actions);
+        }
+        let mut member = Member::new(&hello, self.now);
+        member.applied = hello.versions_held.iter().map(|(_, version)| *version).min().and_then(|version| version.0.checked_sub(1)).map(Step);
+        if let Some((work, _)) = &returning {
+            member.work = work.clone();
+        }
+        if returning.is_none() && hello.role == Role::Worker {
+            actions.push(Action::Save(vec![Record::Member { node, capability: hello.capability }]));
+        }
+        self.members.insert(node, member);
+        self.report(format!("{} {}", node.short(), if returning.is_some() { "is back" } else { "joined" }), actions);
+        self.note_shards(node, &hello.shards);
+        self.adopt_commits(&hello.commits, actions);
+        let live_sums = self.recover_from_hello(node, &hello, actions);
+        self.seat_newcomer(node, actions);
+        let welcome = Welcome {
+            version,
+            run: self.run,
+            config: self.config.to_toml(),
+            placement: self.placement.clone(),
+            step: self.chain.version().step(),
+            peers: self.peers(),
+            commits: self.chain.tail().cloned().collect(),
+            live_sums,
+            retired: self.retired_step(),
+            checkpoint: self.newest_checkpoint(),
+        };
+        actions.push(Action::Send { to: node, message: FromCoordinator::Welcome(Box::new(welcome)) });
+        self.broadcast_peers(actions);
+        self.resend_to(node, actions);
+    }
+
+    fn admit(&self, hello: &Hello) -> Result<(), String> {
+        if hello.versions.common(VERSIONS).is_none() {
+            return Err(format!("this node speaks wire versions {}, the coordinator {}: update the older one", hello.versions, VERSIONS));
+        }
+        if let Some(run) = hello.run.filter(|run| *run != self.run) {
+            return Err(format!("this node's state is of run {}, the coordinator's run is {}: use another --state folder", run.short(), self.run.short()));
+        }
+        let items = hello.sums.len().max(hello.shards.len()).max(hello.commits.len()).max(hello.versions_held.len());
+        if items > HELLO_ITEMS_MAX || hello.data_addresses.len() > 16 {
+            return Err("the hello is larger than any node's".to_owned());
+        }
+        if self.members.len() >= limits::NODES_MAX {
+            return Err(format!("the run is full: it has {} nodes", limits::NODES_MAX));
+        }
+        Ok(())
+    }
+
+    /// Whether the node still is the process that held its seat: it reports the span's state.
+    fn is_same_life(&self, node: NodeId, hello: &Hello) -> bool {
+        match self.placement.seat(node) {
+            None => true,
+            Some(seat) if seat.standing == Standing::Active => hello.span == Some(seat.span) && hello.timeline == self.timeline(),
+            Some(_) => false,
+        }
+    }
+
+    /// Notes that a member was heard; false if it is none.
+    pub(crate) fn heard(&mut self, node: NodeId, actions: &mut Vec<Action>) -> bool {
+        let now = self.now;
+        let Some(member) = self.members.get_mut(&node).filter(|member| member.connected) else {
+            return false;
+        };
+        member.heard = now;
+        if member.suspect {
+            member.suspect = false;
+            self.report(format!("{} is heard again", node.short()), actions);
+            self.publish_placement(actions);
+        }
+        true
+    }
+
+    pub(crate) fn disconnected(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        let Some(member) = self.members.get_mut(&node).filter(|member| member.connected) else {
+            return;
+        };
+        member.connected = false;
+        member.suspect = true;
+        if member.role == Role::Reader {
+            self.members.remove(&node);
+            return;
+        }
+        let left = member.leaving && self.placement.seat(node).is_none();
+        if left || self.phase == Phase::Finished {
+            return self.remove_member(node, "left", actions);
+        }
+        self.report(format!("lost the connection to {}", node.short()), actions);
+        self.give_up_work_of(node, actions);
+    }
+
+    pub(crate) fn unreachable(&mut self, from: NodeId, node: NodeId, _actions: &mut Vec<Action>) {
+        // A neighbour's report alone proves little: the two may just not reach each other, and
+        // feeders route around that. It only shortens the wait for a node that is silent anyway.
+        let now = self.now;
+        if let Some(member) = self.members.get_mut(&node)
+            && node != from
+            && now.since(member.heard) > limits::HEARTBEAT_EVERY * 3
+        {
+            member.suspect = true;
+        }
+    }
+
+    pub(crate) fn leaving(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        if let Some(member) = self.members.get_mut(&node)
+            && !member.leaving
+        {
+            member.leaving = true;
+            self.report(format!("{} is leaving", node.short()), actions);
+            self.publish_placement(actions);
+        }
+        self.release_leavers(actions);
+    }
+
+    /// A leaver goes when nothing needs its sums: between two steps, or at once if it holds none.
+    pub(crate) fn release_leavers(&mut self, actions: &mut Vec<Action>) {
+        let holds_sums = |node: NodeId| self.open.as_ref().is_some_and(|open| !open.ledger.sums_of(node).0.is_empty());
+        let released: Vec<NodeId> =
+            self.members.iter().filter(|(node, member)| member.leaving && member.connected && !holds_sums(**node)).map(|(node, _)| *node).collect();
+        for node in released {
+            let alone = self.placement.seat(node).is_some_and(|seat| {
+                seat.standing == Standing::Active
+                    && seat.span.blocks().any(|block| self.placement.replicas(block).filter(|other| other.node != node).count() == 0)
+            });
+            // The only replica of a block takes the run's state with it; it goes when someone else has it.
+            if alone && matches!(self.phase, Phase::Training) && self.members.iter().any(|(other, member)| *other != node && member.is_live()) {
+                continue;
+            }
+            if self.placement.seat(node).is_some() {
+                self.unseat(node, actions);
+            }
+            actions.push(Action::Disconnect(node));
+        }
+    }
+
+    /// Looks for silence.
+    pub(crate) fn tick(&mut self, actions: &mut Vec<Action>) {
+        let mut suspects = Vec::new();
+        let mut given_up = Vec::new();
+        let mut gone = Vec::new();
+        for (node, member) in self.members.iter_mut().filter(|(_, member)| member.present) {
+            let silence = self.now.since(member.heard);
+            if silence > limits::LEASE {
+                gone.push(*node);
+            } else if silence > limits::SUSPECT_AFTER * SILENCE_BEFORE_VOID && member.suspect {
+                given_up.push(*node);
+            } else if silence > limits::SUSPECT_AFTER && !member.suspect {
+                member.suspect = true;
+                suspects.push(*node);
+            }
+        }
+        for node in suspects {
+            self.report(format!("{} is silent", node.short()), actions);
+            self.publish_placement(actions);
+        }
+        for node in given_up {
+            self.give_up_work_of(node, actions);
+        }
+        for node in gone {
+            actions.push(Action::Disconnect(node));
+            self.give_up_work_of(node, actions);
+            self.remove_member(node, "is gone", actions);
+        }
+        self.recovery_deadline(actions);
+        self.expire_leases();
+        self.release_leavers(actions);
+    }
+
+    fn remove_member(&mut self, node: NodeId, what: &str, actions: &mut Vec<Action>) {
+        if let Some(member) = self.members.remove(&node)
+            && member.role == Role::Worker
+        {
+            actions.push(Action::Save(vec![Record::Gone { node }]));
+            self.report(format!("{} {what}", node.short()), actions);
+        }
+        if self.placement.seat(node).is_some() {
+            self.unseat(node, actions);
+        }
+    }
+
+    /// Everything that waits for `node` goes elsewhere (rule 18).
+    fn give_up_work_of(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        if self.placement.seat(node).is_none() {
+            return;
+        }
+        self.leases.return_all_of(node);
+        if self.void_sums_of(node, actions) || self.reseal_without(node) {
+            self.publish_placement(actions);
+        }
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        self.members
+            .iter()
+            .filter(|(_, member)| member.present)
+            .map(|(node, member)| Peer { node: *node, addresses: member.addresses.clone(), has_data: member.has_data })
+            .collect()
+    }
+
+    fn broadcast_peers(&self, actions: &mut Vec<Action>) {
+        self.broadcast(&FromCoordinator::Peers(self.peers()), actions);
+    }
+}

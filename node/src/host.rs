@@ -1,0 +1,543 @@
+//! The host: computes hops, keeps what came and went, adds what the ledger counts.
+//!
+//! Each (microbatch, span) has one [`Entry`] per step. An entry outlives attempts: a newer attempt
+//! asks for the same results, and what is there is not computed again. So when a host is lost only
+//! its hop is redone, whatever the route: its neighbours answer from what they keep.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use skein_protocol::id::{Fence, Group, Microbatch, NodeId, Step, SumId, Use};
+use skein_protocol::message::control::{Done, SumReport, ToCoordinator, Verdict};
+use skein_protocol::message::data::{Frame, PeerMessage, Route, WorkId};
+use skein_protocol::set::BitSet;
+use skein_protocol::tensor::Payload;
+
+use crate::engine::{Task, WorkKey};
+use crate::machine::{Action, Node};
+
+/// Frames of steps this node has not reached yet that are kept, and the bytes behind them.
+const EARLY_FRAMES_MAX: usize = 4096;
+const EARLY_BYTES_MAX: usize = 256 * 1024 * 1024;
+/// Graphs kept at once; beyond that, backward recomputes.
+const GRAPHS_MAX: usize = 16;
+
+/// What this node hosts of the steps that are not retired.
+pub(crate) struct Host {
+    boot: u64,
+    sums_made: u64,
+    entries: BTreeMap<WorkKey, Entry>,
+    /// The sum that a group's next report names.
+    open_sums: BTreeMap<(Step, Group), SumId>,
+    sums: BTreeMap<SumId, SumRecord>,
+    /// Entries whose gradients wait in scratch and are to be reported.
+    to_report: BTreeSet<WorkKey>,
+    /// Work of steps whose version is not here yet.
+    early: VecDeque<(NodeId, Frame)>,
+}
+
+/// What the ledger said of one sum.
+struct SumRecord {
+    step: Step,
+    group: Group,
+    counted: BTreeMap<Use, BitSet>,
+}
+
+/// One hop's work.
+struct Entry {
+    work: WorkId,
+    mask: BitSet,
+    route: Route,
+    hop: usize,
+    input: Option<Payload>,
+    output: Option<Payload>,
+    gradient: Option<Payload>,
+    input_gradient: Option<Payload>,
+    loss: Option<f32>,
+    forward: Progress,
+    backward: Progress,
+    /// Uses whose gradients wait in the engine's scratch.
+    scratch: BitSet,
+    /// The sums named in the report that is not answered yet.
+    reported: Vec<(Group, SumId)>,
+    counted: BTreeMap<Use, SumId>,
+    /// To whom, in this attempt, output and input gradient went.
+    sent_output: bool,
+    sent_gradient: bool,
+    /// Who has received them with their tensors, in any attempt.
+    output_at: Option<NodeId>,
+    gradient_at: Option<NodeId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Idle,
+    Queued,
+    Done,
+}
+
+impl Host {
+    pub(crate) fn new(boot: u64) -> Self {
+        Self {
+            boot,
+            sums_made: 0,
+            entries: BTreeMap::new(),
+            open_sums: BTreeMap::new(),
+            sums: BTreeMap::new(),
+            to_report: BTreeSet::new(),
+            early: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+        self.open_sums.clear();
+        self.sums.clear();
+        self.to_report.clear();
+        self.early.clear();
+    }
+
+    /// Live sums and what is counted in them, for the hello.
+    pub(crate) fn sum_reports(&self) -> Vec<SumReport> {
+        self.sums
+            .iter()
+            .map(|(sum, record)| SumReport {
+                sum: *sum,
+                step: record.step,
+                group: record.group,
+                counted: record.counted.iter().map(|(one, pairs)| (*one, pairs.clone())).collect(),
+            })
+            .collect()
+    }
+
+    /// How many (use, microbatch) pairs a sum holds.
+    pub(crate) fn pairs(&self, sum: SumId) -> Option<usize> {
+        self.sums.get(&sum).map(|record| record.counted.values().map(BitSet::len).sum())
+    }
+
+    /// A sealed sum is not added to any more (rule 8): the next report names a fresh one.
+    pub(crate) fn close_sum(&mut self, step: Step, group: Group) {
+        self.open_sums.remove(&(step, group));
+    }
+
+    fn open_sum(&mut self, step: Step, group: Group) -> SumId {
+        if let Some(sum) = self.open_sums.get(&(step, group)) {
+            return *sum;
+        }
+        self.sums_made += 1;
+        let sum = SumId { boot: self.boot, count: self.sums_made };
+        self.open_sums.insert((step, group), sum);
+        self.sums.insert(sum, SumRecord { step, group, counted: BTreeMap::new() });
+        sum
+    }
+
+    /// Frees what steps up to `step` kept.
+    pub(crate) fn retire(&mut self, step: Step) {
+        self.entries.retain(|key, _| key.step > step);
+        self.to_report.retain(|key| key.step > step);
+        self.open_sums.retain(|(of, _), _| *of > step);
+        self.sums.retain(|_, record| record.step > step);
+    }
+
+    fn graphs(&self) -> usize {
+        self.entries.values().filter(|entry| entry.forward != Progress::Idle && entry.backward != Progress::Done).count()
+    }
+}
+
+impl Entry {
+    fn new(work: WorkId, mask: BitSet, route: Route, hop: usize) -> Self {
+        Self {
+            work,
+            mask,
+            route,
+            hop,
+            input: None,
+            output: None,
+            gradient: None,
+            input_gradient: None,
+            loss: None,
+            forward: Progress::Idle,
+            backward: Progress::Idle,
+            scratch: BitSet::new(),
+            reported: Vec::new(),
+            counted: BTreeMap::new(),
+            sent_output: false,
+            sent_gradient: false,
+            output_at: None,
+            gradient_at: None,
+        }
+    }
+
+    fn is_first(&self) -> bool {
+        self.hop == 0
+    }
+
+    fn is_last(&self) -> bool {
+        self.hop + 1 == self.route.hops.len()
+    }
+
+    fn previous(&self) -> Option<NodeId> {
+        self.hop.checked_sub(1).map(|hop| self.route.hops[hop].node)
+    }
+
+    fn next(&self) -> Option<NodeId> {
+        self.route.hops.get(self.hop + 1).map(|hop| hop.node)
+    }
+}
+
+impl Node {
+    /// A hop is asked for.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one message")]
+    pub(crate) fn forward(&mut self, from: NodeId, work: WorkId, mask: BitSet, route: Route, hop: u16, payload: Option<Payload>, actions: &mut Vec<Action>) {
+        if !self.is_current(work.fence) {
+            return;
+        }
+        if self.is_early(work) {
+            return self.keep_early(from, PeerMessage::Forward { work, mask, route, hop }, payload);
+        }
+        let Some(structure) = self.run.as_ref().map(|run| &run.structure) else { return };
+        let hop_index = usize::from(hop);
+        let Some(mine) = route.hops.get(hop_index).copied().filter(|hop| hop.node == self.settings.id) else { return };
+        let well_formed = route.hops.len() <= structure.blocks() && mask.is_below(structure.uses.len());
+        let boundary = self.boundary_len();
+        let payload_fits = payload.as_ref().is_none_or(|payload| payload.expect(boundary).is_ok());
+        let hosted = self.span().is_some_and(|span| span.first <= mine.span.first && mine.span.end <= span.end && !mine.span.is_empty());
+        let in_batch = work.microbatch.0 < self.run.as_ref().map_or(0, |run| run.config.batch.microbatches);
+        if !well_formed || !in_batch || !payload_fits {
+            return;
+        }
+        if !hosted || self.steps.version != Some(work.fence.step.runs_on()) {
+            let message = PeerMessage::HopFailed { work, hop, refused: true };
+            return self.send(route.feeder, Frame::from(message), actions);
+        }
+        let key = WorkKey { step: work.fence.step, microbatch: work.microbatch, span: mine.span };
+        match self.host.entries.get_mut(&key) {
+            Some(entry) if work.attempt < entry.work.attempt => return,
+            Some(entry) => {
+                if work.attempt > entry.work.attempt {
+                    (entry.work, entry.mask, entry.route, entry.hop) = (work, mask, route, hop_index);
+                    (entry.sent_output, entry.sent_gradient) = (false, false);
+                    // Asked again for what was reported: the report was lost with the coordinator.
+                    if !entry.scratch.is_empty() {
+                        self.host.to_report.insert(key);
+                    }
+                }
+                if entry.input.is_none() {
+                    entry.input = payload;
+                }
+            }
+            None => {
+                let mut entry = Entry::new(work, mask, route, hop_index);
+                entry.input = payload;
+                self.host.entries.insert(key, entry);
+            }
+        }
+        self.advance(key, actions);
+    }
+
+    /// The gradient of a hop's output came.
+    pub(crate) fn backward(&mut self, from: NodeId, work: WorkId, hop: u16, payload: Option<Payload>, actions: &mut Vec<Action>) {
+        if !self.is_current(work.fence) {
+            return;
+        }
+        if self.is_early(work) {
+            return self.keep_early(from, PeerMessage::Backward { work, hop }, payload);
+        }
+        let boundary = self.boundary_len();
+        let Some((key, entry)) = self.entry_of(work, hop) else { return };
+        if payload.as_ref().is_some_and(|payload| payload.expect(boundary).is_err()) || entry.next() != Some(from) {
+            return;
+        }
+        if entry.gradient.is_none() {
+            match payload {
+                Some(payload) => entry.gradient = Some(payload),
+                None => {
+                    let message = PeerMessage::Missing { work, hop, backward: true };
+                    return self.send(from, Frame::from(message), actions);
+                }
+            }
+        }
+        self.advance(key, actions);
+    }
+
+    /// A neighbour lacks the tensor behind a marker.
+    pub(crate) fn missing(&mut self, from: NodeId, work: WorkId, hop: u16, backward: bool, actions: &mut Vec<Action>) {
+        let mine = if backward { hop.checked_add(1) } else { hop.checked_sub(1) };
+        let Some(mine) = mine else { return };
+        let Some((key, entry)) = self.entry_of(work, mine) else { return };
+        if backward && entry.previous() == Some(from) {
+            (entry.sent_gradient, entry.gradient_at) = (false, None);
+        } else if !backward && entry.next() == Some(from) {
+            (entry.sent_output, entry.output_at) = (false, None);
+        } else {
+            return;
+        }
+        self.advance(key, actions);
+    }
+
+    fn entry_of(&mut self, work: WorkId, hop: u16) -> Option<(WorkKey, &mut Entry)> {
+        self.host
+            .entries
+            .iter_mut()
+            .find(|(key, entry)| key.microbatch == work.microbatch && entry.work == work && entry.hop == usize::from(hop))
+            .map(|(key, entry)| (*key, entry))
+    }
+
+    fn is_early(&self, work: WorkId) -> bool {
+        self.steps.version.is_none_or(|version| work.fence.step.runs_on() > version)
+    }
+
+    fn keep_early(&mut self, from: NodeId, message: PeerMessage, payload: Option<Payload>) {
+        // Only one step ahead can be honest; a flood pushes out its own oldest.
+        let bytes = |frame: &Frame| frame.payload.as_ref().map_or(0, |payload| payload.bytes.len());
+        let frame = Frame { message, payload };
+        let mut total: usize = bytes(&frame) + self.host.early.iter().map(|(_, frame)| bytes(frame)).sum::<usize>();
+        self.host.early.push_back((from, frame));
+        while self.host.early.len() > EARLY_FRAMES_MAX || total > EARLY_BYTES_MAX {
+            let Some((_, dropped)) = self.host.early.pop_front() else { break };
+            total -= bytes(&dropped);
+        }
+    }
+
+    /// Work that waited for a version this node now has.
+    pub(crate) fn early_work(&mut self, actions: &mut Vec<Action>) {
+        for (from, frame) in std::mem::take(&mut self.host.early) {
+            self.peer(from, frame, actions);
+        }
+    }
+
+    /// Values of a boundary tensor.
+    fn boundary_len(&self) -> usize {
+        self.run.as_ref().map_or(0, |run| run.config.batch.tokens_per_microbatch() * run.structure.boundary)
+    }
+
+    /// Does whatever is next for an entry: computes, sends on, reports.
+    fn advance(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        let Some(run) = &self.run else { return };
+        let encode = run.config.wire.boundary;
+        let uses = run.structure.uses_of(key.span);
+        let keep_graph = self.host.graphs() < GRAPHS_MAX;
+        let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        if !entry.is_first() && entry.input.is_none() {
+            let message = PeerMessage::Missing { work: entry.work, hop: hop_number(entry.hop), backward: false };
+            if let Some(previous) = entry.previous() {
+                self.send(previous, Frame::from(message), actions);
+            }
+            return;
+        }
+        // Counted or waiting uses are not computed again; a count that was lost is.
+        let covered: BitSet = entry.counted.keys().map(|one| usize::from(one.0)).chain(entry.scratch.iter()).collect();
+        let wanted = entry.mask.intersection(&uses).difference(&covered);
+        let must_return = !entry.is_first() && entry.input_gradient.is_none();
+        let backward_wanted = !wanted.is_empty() || must_return;
+        let has_gradient = entry.is_last() || entry.gradient.is_some();
+        if entry.backward == Progress::Done && backward_wanted {
+            entry.backward = Progress::Idle;
+        }
+        let forward_wanted = if entry.is_last() { backward_wanted && entry.backward == Progress::Idle } else { entry.output.is_none() };
+        if forward_wanted && entry.forward == Progress::Idle {
+            entry.forward = Progress::Queued;
+            self.queue.push(Task::Forward { key, input: entry.input.clone(), encode, keep_graph });
+        }
+        let ready = !entry.is_last() || entry.forward != Progress::Idle;
+        if backward_wanted && has_gradient && ready && entry.backward == Progress::Idle && (entry.is_last() || entry.output.is_some()) {
+            entry.backward = Progress::Queued;
+            self.queue.push_behind_forward(key, Task::Backward { key, input: entry.input.clone(), gradient: entry.gradient.clone(), encode });
+        }
+        self.pass_on(key, actions);
+    }
+
+    /// Sends output and input gradient to the neighbours of the newest attempt. A neighbour that
+    /// has the tensor already gets a marker.
+    fn pass_on(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        let mut frames = Vec::new();
+        if let (Some(next), Some(output), false) = (entry.next(), &entry.output, entry.sent_output) {
+            entry.sent_output = true;
+            let message = PeerMessage::Forward { work: entry.work, mask: entry.mask.clone(), route: entry.route.clone(), hop: hop_number(entry.hop + 1) };
+            let payload = (entry.output_at != Some(next)).then(|| output.clone());
+            entry.output_at = Some(next);
+            frames.push((next, Frame { message, payload }));
+        }
+        let settled = entry.backward == Progress::Done;
+        if settled && !entry.sent_gradient {
+            entry.sent_gradient = true;
+            match entry.previous() {
+                None => frames.push((entry.route.feeder, Frame::from(PeerMessage::Finished { work: entry.work }))),
+                Some(previous) => {
+                    let message = PeerMessage::Backward { work: entry.work, hop: hop_number(entry.hop - 1) };
+                    let payload = entry.input_gradient.clone().filter(|_| entry.gradient_at != Some(previous));
+                    entry.gradient_at = Some(previous);
+                    frames.push((previous, Frame { message, payload }));
+                }
+            }
+        }
+        for (to, frame) in frames {
+            self.send(to, frame, actions);
+        }
+    }
+
+    pub(crate) fn forwarded(&mut self, key: WorkKey, output: Option<Payload>, loss: Option<f32>, actions: &mut Vec<Action>) {
+        let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        entry.forward = Progress::Done;
+        entry.output = output;
+        entry.loss = loss.or(entry.loss);
+        self.advance(key, actions);
+    }
+
+    pub(crate) fn backwarded(&mut self, key: WorkKey, gradient: Option<Payload>, uses: &BitSet, actions: &mut Vec<Action>) {
+        let Some(entry) = self.host.entries.get_mut(&key) else {
+            return self.queue.push(Task::Discard { key });
+        };
+        entry.backward = Progress::Done;
+        // The engine's graph is used up; a later forward at the head has to make a new one.
+        if entry.is_last() {
+            entry.forward = Progress::Idle;
+        }
+        entry.input_gradient = gradient.or(entry.input_gradient.take());
+        let counted: BitSet = entry.counted.keys().map(|one| usize::from(one.0)).collect();
+        entry.scratch = uses.intersection(&entry.mask).difference(&counted);
+        entry.reported.clear();
+        if entry.scratch.is_empty() {
+            self.queue.push(Task::Discard { key });
+        } else {
+            self.host.to_report.insert(key);
+        }
+        self.pass_on(key, actions);
+    }
+
+    /// The engine could not do a hop: someone else should.
+    pub(crate) fn work_failed(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        let Some(entry) = self.host.entries.remove(&key) else { return };
+        self.host.to_report.remove(&key);
+        self.queue.push(Task::Discard { key });
+        let message = PeerMessage::HopFailed { work: entry.work, hop: hop_number(entry.hop), refused: true };
+        self.send(entry.route.feeder, Frame::from(message), actions);
+    }
+
+    /// Reports what waits in scratch (rule 1), one message for all that one event brought.
+    pub(crate) fn flush_done(&mut self, actions: &mut Vec<Action>) {
+        if self.host.to_report.is_empty() || !self.session.welcomed {
+            return;
+        }
+        let Some(run) = &self.run else { return };
+        let mut by_step: BTreeMap<Step, Vec<Done>> = BTreeMap::new();
+        for key in std::mem::take(&mut self.host.to_report) {
+            let Some(entry) = self.host.entries.get(&key) else { continue };
+            let groups: BTreeSet<Group> = entry.scratch.iter().map(|one| run.structure.uses[one].0).collect();
+            let (microbatch, attempt, uses, loss) = (key.microbatch, entry.work.attempt, entry.scratch.clone(), entry.loss);
+            let sums: Vec<(Group, SumId)> = groups.into_iter().map(|group| (group, self.host.open_sum(key.step, group))).collect();
+            if let Some(entry) = self.host.entries.get_mut(&key) {
+                entry.reported.clone_from(&sums);
+            }
+            by_step.entry(key.step).or_default().push(Done { microbatch, attempt, uses, sums, loss });
+        }
+        for (step, entries) in by_step {
+            let fence = Fence { timeline: self.timeline(), step };
+            actions.push(Action::Tell(ToCoordinator::Done { fence, entries }));
+        }
+    }
+
+    /// The ledger's answers: add what is counted (rule 3), drop what another sum has.
+    pub(crate) fn counted(&mut self, fence: Fence, verdicts: &[Verdict]) {
+        if !self.is_current(fence) {
+            return;
+        }
+        for verdict in verdicts {
+            let keys = self.keys_of(fence.step, verdict.microbatch);
+            for key in keys {
+                self.count_entry(key, verdict);
+            }
+        }
+    }
+
+    fn keys_of(&self, step: Step, microbatch: Microbatch) -> Vec<WorkKey> {
+        self.host.entries.keys().filter(|key| key.step == step && key.microbatch == microbatch).copied().collect()
+    }
+
+    fn count_entry(&mut self, key: WorkKey, verdict: &Verdict) {
+        let Some(run) = &self.run else { return };
+        let Some(entry) = self.host.entries.get_mut(&key).filter(|entry| !entry.reported.is_empty()) else { return };
+        let mut adds = Vec::new();
+        for one in entry.scratch.intersection(&verdict.counted).iter() {
+            let group = run.structure.uses[one].0;
+            let Some((_, sum)) = entry.reported.iter().find(|(of, _)| *of == group) else { continue };
+            // The sum was voided while the answer was on its way.
+            let Some(record) = self.host.sums.get_mut(sum) else { continue };
+            let one_id = Use(u16::try_from(one).expect("below the number of uses"));
+            record.counted.entry(one_id).or_default().insert(key.microbatch.0 as usize);
+            entry.counted.insert(one_id, *sum);
+            entry.scratch.remove(one);
+            adds.push((one_id, *sum));
+        }
+        entry.scratch = entry.scratch.difference(&verdict.dropped);
+        let empty = entry.scratch.is_empty();
+        if !adds.is_empty() {
+            self.queue.push(Task::Add { key, sums: adds });
+        }
+        if empty {
+            self.queue.push(Task::Discard { key });
+        }
+    }
+
+    /// Sums that count no more; gradients reported for them are reported again for fresh ones.
+    pub(crate) fn void(&mut self, fence: Fence, sums: &[SumId]) {
+        if !self.is_current(fence) {
+            return;
+        }
+        let void: Vec<SumId> = sums.iter().filter(|sum| self.host.sums.remove(sum).is_some()).copied().collect();
+        self.host.open_sums.retain(|_, sum| !void.contains(sum));
+        for (key, entry) in &mut self.host.entries {
+            entry.counted.retain(|_, sum| !void.contains(sum));
+            if !entry.scratch.is_empty() && entry.reported.iter().any(|(_, sum)| void.contains(sum)) {
+                self.host.to_report.insert(*key);
+            }
+        }
+        if !void.is_empty() {
+            self.queue.push(Task::DropSums { sums: void });
+        }
+    }
+
+    /// After a welcome: sums that are not live any more are void (rule 4).
+    pub(crate) fn keep_only_sums(&mut self, live: &[SumId]) {
+        let by_step: Vec<(Step, SumId)> = self.host.sums.iter().filter(|(sum, _)| !live.contains(sum)).map(|(sum, record)| (record.step, *sum)).collect();
+        for (step, sum) in by_step {
+            // Sums of a committed step stay until it is retired.
+            if self.newest_commit().is_none_or(|committed| step > committed) {
+                self.void(Fence { timeline: self.timeline(), step }, &[sum]);
+            }
+        }
+    }
+
+    /// Reports again whatever was not answered when the connection went.
+    pub(crate) fn report_again(&mut self) {
+        let waiting: Vec<WorkKey> = self.host.entries.iter().filter(|(_, entry)| !entry.scratch.is_empty()).map(|(key, _)| *key).collect();
+        self.host.to_report.extend(waiting);
+    }
+
+    /// Neighbours that wait behind a dead link get another way from their feeders.
+    pub(crate) fn host_link_down(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        let mut failed = Vec::new();
+        for entry in self.host.entries.values_mut() {
+            if entry.output_at == Some(node) {
+                entry.output_at = None;
+                if entry.sent_output && entry.next() == Some(node) && entry.gradient.is_none() {
+                    failed.push((entry.route.feeder, entry.work, entry.hop + 1));
+                }
+            }
+            if entry.gradient_at == Some(node) {
+                entry.gradient_at = None;
+                if entry.previous() == Some(node) {
+                    failed.push((entry.route.feeder, entry.work, entry.hop - 1));
+                }
+            }
+        }
+        for (feeder, work, hop) in failed {
+            let message = PeerMessage::HopFailed { work, hop: hop_number(hop), refused: false };
+            self.send(feeder, Frame::from(message), actions);
+        }
+    }
+}
+
+fn hop_number(hop: usize) -> u16 {
+    u16::try_from(hop).unwrap_or(u16::MAX)
+}
