@@ -14,8 +14,12 @@ pub fn status_text(status: &Status) -> String {
         text.push_str(line.trim_end());
         text.push('\n');
     };
-    let waiting = status.waiting_for.as_ref().map(|what| format!(": waiting for {what}")).unwrap_or_default();
-    line(format!("run     {} ({}), {}{waiting}", status.name, status.run.get(..8).unwrap_or(&status.run), status.state));
+    let state = match &status.waiting_for {
+        Some(what) if what.starts_with(&status.state) => what.clone(),
+        Some(what) => format!("{}: {what}", status.state),
+        None => status.state.clone(),
+    };
+    line(format!("run     {} ({}), {state}", status.name, status.run.get(..8).unwrap_or(&status.run)));
     let loss = status.losses.last().map(|(_, loss)| format!(", loss {loss:.4}")).unwrap_or_default();
     let left = status.seconds_left.map(|seconds| format!(", {} left", duration_text(seconds))).unwrap_or_default();
     line(format!("step    {} of {}{loss}, {} tokens/s{left}", status.step, status.steps, number_text(status.tokens_per_second)));
@@ -115,7 +119,7 @@ mod tests {
             name: "demo".to_owned(),
             run: "0123456789abcdef".to_owned(),
             state: "stalled".to_owned(),
-            waiting_for: Some("a host for blocks 3-5".to_owned()),
+            waiting_for: Some("waiting for a host for blocks 3-5".to_owned()),
             step: 7,
             steps: 250,
             losses: vec![(6, 5.0), (7, 4.25)],
@@ -145,6 +149,9 @@ node      state   blocks  share  microbatches/s  sends     link  claims
     #[test]
     fn an_empty_status_is_shown_too() {
         assert!(status_text(&Status::default()).contains("no nodes"));
+        let waiting =
+            Status { name: "demo".to_owned(), state: "waiting".to_owned(), waiting_for: Some("waiting for nodes: 0 of 1".to_owned()), ..Status::default() };
+        assert!(status_text(&waiting).starts_with("run     demo (), waiting for nodes: 0 of 1\n"));
     }
 
     #[test]

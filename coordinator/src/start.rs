@@ -31,12 +31,19 @@ pub async fn start(args: StartArgs) -> Result<()> {
     let state = StateDir::open(&args.state)?;
     Endpoints::remove(&state)?;
     let identity = Identity::load_or_create(&state.file(IDENTITY_FILE))?;
-    let (store, log) = open_log(&args, &config, &state, identity.node_id())?;
+    let mut store = RedbStore::open(&state.file(LOG_FILE))?;
+    let mut log = store.load()?;
+    check_resume(&args, &config, identity.node_id(), &log)?;
 
     let stops = signals()?;
     let (listener, http) = http::listen(args.http).await?;
     let (server, events) = ControlServer::start(&identity, vec![args.listen.clone()]).await?;
     let endpoints = endpoints(&identity, &server, http);
+    // Only now has a run begun: a start that failed before can be repeated as it was.
+    if log.is_empty() {
+        log.push(Record::Run { config: config.to_toml() });
+        store.append(&log)?;
+    }
     let boot = state.next_boot()?;
     introduce(&args, &config, &identity, &log, boot);
     let machine = Coordinator::new(config.clone(), config.structure(), identity.node_id(), Arc::new(identity), boot, log);
@@ -63,18 +70,6 @@ pub async fn start(args: StartArgs) -> Result<()> {
         End::Unsaved => bail!("stopped before a checkpoint was saved; go on from the one before with: {}", resume_command()),
     }
     Ok(())
-}
-
-/// The log, with at least the run's configuration in it.
-fn open_log(args: &StartArgs, config: &RunConfig, state: &StateDir, coordinator: NodeId) -> Result<(RedbStore, Vec<Record>)> {
-    let mut store = RedbStore::open(&state.file(LOG_FILE))?;
-    let mut log = store.load()?;
-    check_resume(args, config, coordinator, &log)?;
-    if log.is_empty() {
-        log.push(Record::Run { config: config.to_toml() });
-        store.append(&log)?;
-    }
-    Ok((store, log))
 }
 
 fn endpoints(identity: &Identity, server: &ControlServer, http: SocketAddr) -> Endpoints {

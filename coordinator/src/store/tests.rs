@@ -20,7 +20,7 @@ fn appends() -> Vec<Vec<Record>> {
         loss: 3.5,
         signature: vec![7; 64],
     };
-    let shards = (0..200).map(|group| Shard { group: Group(group), version: Version(1), root: Hash::of(b"root") }).collect();
+    let shards = (0..200).map(|group| Shard { timeline: Timeline(0), group: Group(group), version: Version(1), root: Hash::of(b"root") }).collect();
     vec![
         vec![Record::Run { config: "steps = 1".to_owned() }],
         vec![Record::Timeline { timeline: Timeline(0), base: Version(0) }, Record::Member { node, capability }],
