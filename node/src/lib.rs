@@ -7,11 +7,14 @@
 
 mod catchup;
 pub mod checkpoint;
+pub mod data;
 pub mod engine;
 mod feed;
 mod host;
 pub mod init;
 pub mod machine;
+#[cfg(feature = "torch")]
+pub mod model;
 pub mod optim;
 mod reduce;
 pub mod route;

@@ -20,6 +20,24 @@ pub const REDUCERS_MAX: usize = 16;
 pub const CHUNK_LEN_MAX: usize = 16 * 1024 * 1024;
 /// Bytes of one chunk of a state transfer or of a data shard.
 pub const STATE_CHUNK_BYTES: usize = 1024 * 1024;
+/// Length of a data manifest.
+pub const MANIFEST_BYTES_MAX: usize = 4 * 1024 * 1024;
+/// Shards that a data manifest lists.
+pub const SHARDS_MAX: usize = 16_384;
+/// Length of a shard of tokens.
+pub const SHARD_BYTES_MAX: u64 = 64 * 1024 * 1024;
+/// Length of a tokenizer's file.
+pub const TOKENIZER_BYTES_MAX: u64 = 64 * 1024 * 1024;
+/// Tokens of a vocabulary.
+pub const VOCAB_MAX: u32 = 4_194_304;
+/// Bytes of text that one token stands for, on average over a data set.
+pub const TOKEN_TEXT_BYTES_MAX: u64 = 1024;
+/// Chunks of data asked of peers and not answered yet.
+pub const BLOBS_IN_FLIGHT: usize = 8;
+/// Chunks of data asked of one peer and not answered yet.
+pub const BLOBS_IN_FLIGHT_PER_PEER: usize = 4;
+/// A chunk of data that is not here after so long is asked of another peer.
+pub const BLOB_TIME_MAX: Duration = Duration::from_secs(20);
 /// Control messages queued towards one peer before it is disconnected.
 pub const CONTROL_QUEUE: usize = 4096;
 /// Bytes of control messages queued towards one peer before it is disconnected.

@@ -6,6 +6,8 @@
 //! and backward: the toy model in plain Rust, or libtorch.
 
 pub mod core;
+#[cfg(feature = "torch")]
+pub mod torch;
 pub mod toy;
 
 use bytes::Bytes;
