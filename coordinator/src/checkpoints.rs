@@ -97,6 +97,21 @@ impl Coordinator {
         Source { group, holders: live.iter().filter(|(_, other)| *other == root).map(|(node, _)| *node).collect(), root }
     }
 
+    /// Where the imported model is, if a node that is here has all of it and its root is the one
+    /// that the configuration names.
+    pub(crate) fn imported(&self, import: Hash) -> Option<Vec<Source>> {
+        let groups = self.shards.get(&Version(0))?;
+        let whole = self.members.iter().filter(|(_, member)| member.is_live()).find_map(|(node, _)| {
+            let roots: Option<Vec<Hash>> = self.structure.group_ids().map(|group| Some(groups.get(&group)?.get(node)?.root)).collect();
+            roots.filter(|roots| Hash::root(roots) == import)
+        })?;
+        let holders = |group: Group, root: Hash| {
+            let with_root = groups[&group].iter().filter(|(_, shard)| shard.root == root).map(|(node, _)| *node);
+            with_root.filter(|node| self.members.get(node).is_some_and(super::membership::Member::is_live)).collect()
+        };
+        Some(self.structure.group_ids().zip(whole).map(|(group, root)| Source { group, holders: holders(group, root), root }).collect())
+    }
+
     /// The newest complete checkpoint, and the root of each group's state in it.
     pub(crate) fn newest_checkpoint(&self) -> Option<(Version, Vec<(Group, Hash)>)> {
         let version = *self.complete.last()?;

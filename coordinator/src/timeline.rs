@@ -195,6 +195,10 @@ impl Coordinator {
                 "waiting for a node that has the checkpoint of version {version} (groups {groups}): start the nodes with their old --state folders"
             ));
         }
+        if let (None, Some(import)) = (&missing, self.config.data.import) {
+            let sources = self.imported(import).ok_or("waiting for a node that brings the imported model: run `skein-node import` into its --state folder")?;
+            return Ok((Version(0), sources));
+        }
         missing.map_or_else(
             || Ok((Version(0), self.structure.group_ids().map(|group| Source { group, holders: Vec::new(), root: Hash::default() }).collect())),
             Err,

@@ -39,10 +39,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Trigram { data, run, json } => commands::data::trigram(&data, run.as_deref(), json),
         Command::Solo(args) => commands::solo::solo(&args),
         Command::Init { run, data, out } => commands::model::init(&run, data.as_deref(), &out),
-        Command::Import { model, out } => commands::model::import(&model, &out),
+        Command::Import { model, state } => commands::model::import(&model, &state),
+        Command::Generate(_) | Command::Eval { .. } | Command::Doctor { .. } => anyhow::bail!("soon"),
         Command::Export { coordinator, out } => commands::model::export(&coordinator, &out),
-        Command::Generate(args) => commands::model::generate(&args),
-        Command::Eval { model, data, sequences, json } => commands::model::eval(&model, &data, sequences, json),
-        Command::Doctor { coordinator, state } => commands::doctor::doctor(coordinator.as_ref(), state.as_deref()),
     }
 }

@@ -53,14 +53,14 @@ pub(crate) enum Command {
         out: PathBuf,
     },
     /// Turn a Hugging Face folder into version 0 of a run
-    #[command(after_help = "Example:\n  skein-node import --model llama-folder --out imported\nthen put the hash it prints into run.toml as data.import")]
+    #[command(after_help = "Example:\n  skein-node import --model llama-folder --state ~/skein\nthen put what it prints into run.toml and start this node")]
     Import {
         /// The Hugging Face folder
         #[arg(long, value_name = "DIR")]
         model: PathBuf,
-        /// The data folder that gets it
+        /// The state folder of the node that will bring it
         #[arg(long, value_name = "DIR")]
-        out: PathBuf,
+        state: PathBuf,
     },
     /// Fetch the newest checkpoint of a run and write it as a Hugging Face folder
     #[command(after_help = "Example:\n  skein-node export --coordinator /ip4/192.0.2.1/tcp/7700/p2p/12D3KooW.. --out model")]

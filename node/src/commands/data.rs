@@ -17,12 +17,13 @@ pub(crate) fn build(out: PathBuf, tokenizer: TokenizerSpec, train: Vec<PathBuf>,
         bar.at(progress.done, progress.doing.to_owned());
     })?;
     bar.finish();
-    let (name, train, valid) = (manifest.name(), manifest.train.shards.iter().map(|shard| shard.tokens).sum::<u64>(), manifest.valid.shards.iter().map(|shard| shard.tokens).sum::<u64>());
+    let (name, train, valid) = (
+        manifest.name(),
+        manifest.train.shards.iter().map(|shard| shard.tokens).sum::<u64>(),
+        manifest.valid.shards.iter().map(|shard| shard.tokens).sum::<u64>(),
+    );
     if json {
-        println!(
-            "{}",
-            serde_json::json!({ "manifest": name, "vocab_size": manifest.vocab_size, "train_tokens": train, "valid_tokens": valid })
-        );
+        println!("{}", serde_json::json!({ "manifest": name, "vocab_size": manifest.vocab_size, "train_tokens": train, "valid_tokens": valid }));
     } else {
         println!("{train} tokens to learn from, {valid} held out, vocabulary of {} in {}", manifest.vocab_size, out.display());
         println!("put this into run.toml:\n\n[data]\nmanifest = \"{name}\"");

@@ -28,7 +28,7 @@ pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
     let structure = config.structure();
     let mut engine = Core::new(Torch::new(&config, Box::new(sampler), place)?, &config, structure.clone());
     let groups: Vec<Group> = structure.group_ids().collect();
-    if let Outcome::Failed { error, .. } = engine.run(Task::Draw { groups }) {
+    if let Outcome::Failed { error, .. } = engine.run(Task::Draw { groups: groups.clone() }) {
         anyhow::bail!("{error}");
     }
     let mut bar = Progress::new(steps, "{wide_bar} step {pos}/{len} {msg} {eta}");

@@ -341,6 +341,12 @@ pub trait Engine {
     fn run(&mut self, task: Task) -> Outcome;
 }
 
+impl Engine for Box<dyn Engine> {
+    fn run(&mut self, task: Task) -> Outcome {
+        (**self).run(task)
+    }
+}
+
 /// Where the tokens of a microbatch come from: a pure function of (run seed, step, index).
 pub trait Samples: Send {
     /// The tokens of one microbatch: `sequences x (length + 1)` values, sequence after sequence.

@@ -26,6 +26,10 @@ use crate::machine::{Action, Event, Node, NodeSettings, Report};
 use super::compute::{Answer, Compute, TimeSpent};
 use super::data::{DataDesk, Taken};
 
+/// The folder of an imported model within a node's state. It is filed under no run, so that any
+/// run may begin with it.
+pub const IMPORTED: &str = "imported";
+
 /// How long a graceful end may take.
 const LEAVE_MAX: Duration = Duration::from_secs(15);
 
@@ -160,10 +164,10 @@ impl Daemon {
         let link_settings = LinkSettings { listen: settings.listen, dial_override: settings.dial_override, congestion: Congestion::default() };
         let (links, link_events) = Links::start(&settings.identity, link_settings).await?;
         let known_run = read_run(&settings.state);
-        let shards = match known_run {
-            Some(run) => checkpoint::list(&settings.state.join("checkpoints"), run)?,
-            None => Vec::new(),
-        };
+        let mut shards = checkpoint::list(&settings.state.join(IMPORTED), RunId::default())?;
+        if let Some(run) = known_run {
+            shards.extend(checkpoint::list(&settings.state.join("checkpoints"), run)?);
+        }
         let share = f64::from(settings.capability.compute_share);
         let identity = Arc::new(settings.identity);
         let machine = Node::new(NodeSettings {
@@ -403,7 +407,9 @@ impl Daemon {
     fn load_shard(&self, group: skein_protocol::id::Group, version: skein_protocol::id::Version) {
         let Some((run, config)) = &self.run else { return };
         let structure = config.structure();
-        let (run, folder, disk) = (*run, self.state.join("checkpoints"), self.disk.clone());
+        let is_import = version == skein_protocol::id::Version(0);
+        let (run, folder) = if is_import { (RunId::default(), self.state.join(IMPORTED)) } else { (*run, self.state.join("checkpoints")) };
+        let disk = self.disk.clone();
         tokio::task::spawn_blocking(move || {
             let layout = structure.groups.get(usize::from(group.0));
             let loaded = layout.map(|layout| checkpoint::load(&folder, run, group, version, layout).map_err(|error| error.to_string()));

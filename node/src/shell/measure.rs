@@ -10,7 +10,7 @@ const MEMORY_SHARE: u64 = 4;
 
 /// Bytes of memory that this node lends: the limit given, or three quarters of what is free.
 pub fn memory(limit: Option<u64>) -> u64 {
-    let mut system = sysinfo::System::new();
+    let Ok(mut system) = sysinfo::System::new() else { return limit.unwrap_or(0) };
     system.refresh_memory();
     let free = system.available_memory();
     limit.unwrap_or(free - free / MEMORY_SHARE).min(system.total_memory())

@@ -70,7 +70,9 @@ impl Reader {
         let welcome = loop {
             match control.recv().await {
                 Some(ControlEvent::Message(_, FromCoordinator::Welcome(welcome))) => break welcome,
-                Some(ControlEvent::Message(_, FromCoordinator::Refused { reason }) | ControlEvent::Down { reason, .. }) => return Err(ReadError::Refused(reason)),
+                Some(ControlEvent::Message(_, FromCoordinator::Refused { reason }) | ControlEvent::Down { reason, .. }) => {
+                    return Err(ReadError::Refused(reason));
+                }
                 Some(ControlEvent::Up(_) | ControlEvent::Message(..)) => {}
                 None => return Err(ReadError::Refused("closed".to_owned())),
             }
@@ -122,7 +124,11 @@ impl Reader {
     async fn group_from(&mut self, peer: NodeId, group: Group, version: Version, root: Hash, progress: &mut impl FnMut(u64)) -> Option<Snapshot> {
         let timeline: Timeline = self.welcome.placement.timeline;
         let ask = PeerMessage::FetchSnapshot { timeline, group, version };
-        let answer = self.ask(peer, ask, |message| matches!(message, PeerMessage::SnapshotManifest { group: g, .. } | PeerMessage::Unavailable { group: g, .. } if *g == group));
+        let answer = self.ask(
+            peer,
+            ask,
+            |message| matches!(message, PeerMessage::SnapshotManifest { group: g, .. } | PeerMessage::Unavailable { group: g, .. } if *g == group),
+        );
         let PeerMessage::SnapshotManifest { byte_len, chunks, .. } = answer.await?.message else { return None };
         let expected = self.config.structure().groups.get(usize::from(group.0))?.len * 4;
         let byte_len = usize::try_from(byte_len).ok()?;
