@@ -376,7 +376,11 @@ impl Shared {
             Ok(()) => {
                 link.sent.fetch_add(bytes as u64, Ordering::Relaxed);
             }
-            Err(reason) => self.fail_once(&link, &established, reason),
+            Err(reason) => {
+                // The connection knows more than the stream.
+                let reason = established.connection.close_reason().map_or(reason, |error| error.to_string());
+                self.fail_once(&link, &established, reason);
+            }
         }
     }
 

@@ -8,7 +8,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use libp2p_tls::certificate;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{Connection, EndpointConfig, IdleTimeout, RecvStream, TransportConfig, VarInt};
+use quinn::{Connection, ConnectionId, ConnectionIdGenerator, EndpointConfig, IdleTimeout, RecvStream, TransportConfig, VarInt};
+use rand::TryRng;
+use rand::rngs::SysRng;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::aws_lc_rs::{cipher_suite, default_provider, sign::any_ecdsa_type};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
@@ -50,6 +52,9 @@ const MTU_MAX: u16 = 1452;
 const STREAM_WINDOW: u32 = limits::LINK_WINDOW_BYTES / 2;
 /// Handshakes that wait to be looked at, and what they may send meanwhile.
 const INCOMING_MAX: usize = 256;
+
+/// Long enough that no two connections of a node ever share a name.
+const CONNECTION_ID_BYTES: usize = 8;
 
 /// This process's certificate and what goes with it.
 pub(super) struct Tls {
@@ -112,6 +117,7 @@ impl Tls {
     /// back on the same port ends the connections of its former self at once.
     pub(super) fn endpoint(&self) -> Result<EndpointConfig, NetError> {
         let mut config = EndpointConfig::new(Arc::new(ResetKey(self.reset_key)));
+        config.cid_generator(|| Box::new(AnyConnectionId));
         config.max_udp_payload_size(LOOPBACK_MTU).map_err(|error| NetError::Setup(error.to_string()))?;
         Ok(config)
     }
@@ -234,6 +240,26 @@ impl ClientCertVerifier for Verifier {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.algorithms.supported_schemes()
+    }
+}
+
+/// Draws connection names and takes any for its own. quinn's default recognises only those of
+/// the same process, and would not reset the connections of its former self.
+struct AnyConnectionId;
+
+impl ConnectionIdGenerator for AnyConnectionId {
+    fn generate_cid(&mut self) -> ConnectionId {
+        let mut name = [0; CONNECTION_ID_BYTES];
+        SysRng.try_fill_bytes(&mut name).expect("the system has random numbers");
+        ConnectionId::new(&name)
+    }
+
+    fn cid_len(&self) -> usize {
+        CONNECTION_ID_BYTES
+    }
+
+    fn cid_lifetime(&self) -> Option<Duration> {
+        None
     }
 }
 

@@ -196,28 +196,53 @@ async fn a_node_that_is_named_no_more_is_let_go() {
     assert_eq!(b.next_frame("again").await, (a.id(), small(2)));
 }
 
-#[test]
-fn a_dead_peer_is_noticed_and_found_again() {
+/// Two nodes with a link from the first to the second, whose runtime is about to die.
+fn linked() -> (tokio::runtime::Runtime, Node, tokio::runtime::Runtime, Node) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-    let (mut a, b) = (runtime.block_on(Node::start()), doomed.block_on(Node::start()));
-    let (identity, address) = (b.identity.clone(), b.links.local_addr());
+    let (a, mut b) = (runtime.block_on(Node::start()), doomed.block_on(Node::start()));
     a.links.set_peers(&[b.peer()]);
     b.links.set_peers(&[a.peer()]);
-    let mut b = b;
     a.links.send(b.id(), small(1));
     doomed.block_on(b.next_frame("linked"));
-    // As a killed process: without a word.
+    (runtime, a, doomed, b)
+}
+
+/// As a killed process: without a word.
+fn kill(doomed: tokio::runtime::Runtime, node: Node) -> (Identity, SocketAddr) {
+    let (identity, address) = (node.identity.clone(), node.links.local_addr());
     doomed.shutdown_timeout(Duration::from_secs(30));
-    drop(b);
+    drop(node);
+    (identity, address)
+}
+
+#[test]
+fn a_dead_peer_is_noticed_and_found_again() {
+    let (runtime, mut a, doomed, b) = linked();
+    let (identity, address) = kill(doomed, b);
     runtime.block_on(async {
-        assert_eq!(a.next_down("silence").await.0, identity.node_id());
+        let (peer, reason) = a.next_down("silence").await;
+        assert_eq!((peer, reason.as_str()), (identity.node_id(), "timed out"));
         // Nobody there: a dial fails, and says so.
         a.links.send(identity.node_id(), small(2));
         let (_, reason) = a.next_down("nobody").await;
         assert!(reason.contains("no answer"), "{reason}");
         let mut again = Node::start_with(identity, &address.to_string(), BTreeMap::new()).await;
         again.links.set_peers(&[a.peer()]);
+        a.links.send(again.id(), small(3));
+        assert_eq!(again.next_frame("back again").await, (a.id(), small(3)));
+    });
+}
+
+#[test]
+fn a_peer_that_comes_back_ends_its_former_connections() {
+    let (runtime, mut a, doomed, b) = linked();
+    let (identity, address) = kill(doomed, b);
+    runtime.block_on(async {
+        let mut again = Node::start_with(identity, &address.to_string(), BTreeMap::new()).await;
+        again.links.set_peers(&[a.peer()]);
+        // Not by silence: by a reset, as soon as anything is said on the old connection.
+        assert_eq!(a.next_down("reset").await, (again.id(), "reset by peer".to_owned()));
         a.links.send(again.id(), small(3));
         assert_eq!(again.next_frame("back again").await, (a.id(), small(3)));
     });
