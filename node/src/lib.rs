@@ -6,7 +6,13 @@
 //! never touches clock, socket, disk, thread or ambient randomness.
 
 pub mod checkpoint;
+#[cfg(feature = "torch")]
+pub mod doctor;
 pub mod engine;
+#[cfg(feature = "torch")]
+pub mod eval;
+#[cfg(feature = "torch")]
+pub mod generate;
 pub mod huggingface;
 pub mod init;
 pub mod machine;
