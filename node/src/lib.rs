@@ -8,8 +8,14 @@
 mod catchup;
 pub mod checkpoint;
 pub mod data;
+#[cfg(feature = "torch")]
+pub mod doctor;
 pub mod engine;
+#[cfg(feature = "torch")]
+pub mod eval;
 mod feed;
+#[cfg(feature = "torch")]
+pub mod generate;
 mod host;
 pub mod huggingface;
 pub mod init;

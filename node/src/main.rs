@@ -17,6 +17,7 @@ fn main() -> ExitCode {
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn,skein_node=info".into()))
         .with_writer(std::io::stderr)
         .with_target(false)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .init();
     // Two versions of it may be linked in; rustls must be told which provider to use.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
@@ -40,7 +41,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Solo(args) => commands::solo::solo(&args),
         Command::Init { run, data, out } => commands::model::init(&run, data.as_deref(), &out),
         Command::Import { model, state } => commands::model::import(&model, &state),
-        Command::Generate(_) | Command::Eval { .. } | Command::Doctor { .. } => anyhow::bail!("soon"),
+        Command::Generate(args) => commands::model::generate(&args),
+        Command::Eval { model, data, sequences, json } => commands::model::eval(&model, &data, sequences, json),
+        Command::Doctor { coordinator, state } => commands::doctor::doctor(coordinator.as_ref(), state.as_deref()),
         Command::Export { coordinator, out } => commands::model::export(&coordinator, &out),
     }
 }

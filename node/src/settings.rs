@@ -84,8 +84,8 @@ pub(crate) enum Command {
         /// The data
         #[arg(long, value_name = "DIR")]
         data: PathBuf,
-        /// Sequences to measure at most
-        #[arg(long, value_name = "N", default_value_t = 512)]
+        /// Sequences of held-out text to measure at most
+        #[arg(long, value_name = "N", default_value_t = 4096)]
         sequences: u64,
         /// Print one line of JSON
         #[arg(long)]

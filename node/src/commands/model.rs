@@ -5,11 +5,16 @@ use std::path::Path;
 use anyhow::Context;
 use bytes::Bytes;
 use skein_node::checkpoint;
+use skein_node::data::sampler::valid_sequences;
 use skein_node::data::store::Store;
 use skein_node::data::tokenizer::Tokenizer;
 use skein_node::engine::Snapshot;
+use skein_node::engine::torch::device;
+use skein_node::eval::evaluate;
+use skein_node::generate::{Sampling, generate as continue_text};
 use skein_node::huggingface::{self, Export, SpecialTokens};
 use skein_node::init;
+use skein_node::model::predictor::Predictor;
 use skein_node::shell::reader::Reader;
 use skein_protocol::id::{Group, Hash, RunId, Timeline, Version};
 use skein_protocol::manifest::DataManifest;
@@ -17,6 +22,10 @@ use skein_protocol::model::{ModelConfig, Structure};
 use skein_protocol::net::control::CoordinatorAddress;
 
 use super::{Progress, read_config};
+use crate::settings::GenerateArgs;
+
+/// Sequences computed together when a model is measured.
+const TOGETHER: usize = 8;
 
 /// Writes a Hugging Face folder, with the tokenizer of the data if there is data.
 pub(crate) fn write_model(out: &Path, model: &ModelConfig, weights: Vec<Vec<f32>>, store: Option<&Store>) -> anyhow::Result<()> {
@@ -105,4 +114,63 @@ pub(crate) fn export(coordinator: &CoordinatorAddress, out: &Path) -> anyhow::Re
 
 fn weights_of(snapshot: &Snapshot, len: usize) -> Vec<f32> {
     snapshot.bytes.as_chunks::<4>().0.iter().take(len).map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+/// A model to predict with, on one thread, and its tokenizer.
+fn load(folder: &Path) -> anyhow::Result<(Predictor, Tokenizer)> {
+    device::ensure_environment(1).context("cannot set the environment for libtorch")?;
+    let imported = huggingface::import(folder)?;
+    let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
+    let _ = device::load_cuda();
+    device::set_threads(1);
+    let place = device::choose(device::DeviceChoice::Best)?;
+    let predictor = Predictor::new(&imported.model, &imported.weights, imported.model.max_position_embeddings, place)?;
+    Ok((predictor, tokenizer))
+}
+
+pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
+    let (predictor, tokenizer) = load(&args.model)?;
+    let prompt = tokenizer.encode(&args.prompt)?;
+    let sampling = Sampling { tokens: args.tokens, temperature: args.temperature, seed: args.seed, stop: None };
+    let mut bar = Progress::new(args.tokens as u64, "{wide_bar} {pos}/{len} tokens");
+    let mut done = 0;
+    let added = continue_text(&predictor, &prompt, sampling, &mut |_| {
+        done += 1;
+        bar.at(done, "generating".to_owned());
+    })?;
+    bar.finish();
+    println!("{}", tokenizer.decode(&[prompt, added].concat())?);
+    Ok(())
+}
+
+pub(crate) fn eval(model: &Path, data: &Path, sequences: u64, json: bool) -> anyhow::Result<()> {
+    let (predictor, tokenizer) = load(model)?;
+    let store = open_matching(data, &tokenizer)?;
+    let length = u32::try_from(predictor.context()).context("the context is too long")?;
+    let windows = valid_sequences(&store, length, sequences)?.collect::<Result<Vec<_>, _>>()?;
+    let mut bar = Progress::new(windows.len() as u64, "{wide_bar} {pos}/{len} sequences");
+    let found = evaluate(&predictor, &windows, TOGETHER, &|_| 1, &mut |done| bar.at(done as u64, "measuring".to_owned()))?;
+    bar.finish();
+    // Bytes by the mean length of a held-out token: tokens need not be whole characters.
+    let valid = &store.manifest().valid;
+    let bytes_per_token = valid.text_bytes as f64 / valid.tokens() as f64;
+    let bits_per_byte = found.nats_per_token / std::f64::consts::LN_2 / bytes_per_token;
+    if json {
+        println!("{}", serde_json::json!({ "loss": found.nats_per_token, "bits_per_byte": bits_per_byte, "tokens": found.tokens }));
+    } else {
+        println!("{:.4} nats a token, {bits_per_byte:.4} bits a byte over {} held-out tokens", found.nats_per_token, found.tokens);
+    }
+    Ok(())
+}
+
+/// The data set of the folder that was made with this tokenizer.
+fn open_matching(data: &Path, tokenizer: &Tokenizer) -> anyhow::Result<Store> {
+    let hash = Hash::of(&tokenizer.to_json());
+    for name in skein_node::data::store::data_sets(data)? {
+        let store = Store::open(data, name)?;
+        if store.manifest().tokenizer.hash == hash {
+            return Ok(store);
+        }
+    }
+    anyhow::bail!("no data in {} was made with the model's tokenizer: build it with `skein-node data build --tokenizer MODEL/tokenizer.json`", data.display())
 }

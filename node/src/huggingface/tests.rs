@@ -57,11 +57,16 @@ fn edit(dir: &Path, change: impl FnOnce(&mut Value)) {
     fs::write(path, value.to_string()).expect("writable");
 }
 
+/// A tensor's name, shape and bytes.
+type Stored = (String, Vec<usize>, Vec<u8>);
+/// A type, how a value is written in it, and what it is then.
+type Narrow = (Dtype, fn(f32) -> Vec<u8>, fn(f32) -> f32);
+
 /// Writes the folder's weights anew in another type, several files if `sharded`.
 fn rewrite(dir: &Path, dtype: Dtype, encode: fn(f32) -> Vec<u8>, sharded: bool) {
     let bytes = fs::read(dir.join(WEIGHTS)).expect("written");
     let tensors = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let mut parts: [Vec<(String, Vec<usize>, Vec<u8>)>; 2] = Default::default();
+    let mut parts: [Vec<Stored>; 2] = Default::default();
     for (index, (name, view)) in tensors.tensors().into_iter().enumerate() {
         let value = |four: &[u8]| f32::from_le_bytes(four.try_into().expect("four bytes"));
         let encoded = view.data().chunks_exact(4).flat_map(|four| encode(value(four))).collect();
@@ -107,7 +112,7 @@ fn the_weights_are_marked_as_pytorchs() {
 
 #[test]
 fn several_files_and_narrow_types_are_read() {
-    let narrow: [(Dtype, fn(f32) -> Vec<u8>, fn(f32) -> f32); 3] = [
+    let narrow: [Narrow; 3] = [
         (Dtype::F32, |v| v.to_le_bytes().to_vec(), |v| v),
         (Dtype::F16, |v| half::f16::from_f32(v).to_le_bytes().to_vec(), |v| half::f16::from_f32(v).to_f32()),
         (Dtype::BF16, |v| half::bf16::from_f32(v).to_le_bytes().to_vec(), |v| half::bf16::from_f32(v).to_f32()),

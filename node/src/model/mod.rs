@@ -11,6 +11,7 @@ pub mod head;
 pub mod layer;
 pub mod mlp;
 pub mod norm;
+pub mod predictor;
 pub mod rope;
 
 #[cfg(test)]

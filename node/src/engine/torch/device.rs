@@ -96,10 +96,13 @@ pub(crate) fn loaded_library(name: &str) -> Option<PathBuf> {
     paths.find(|path| path.file_name().is_some_and(|file| file == name)).map(Path::to_owned)
 }
 
-/// Sets how many threads libtorch computes with. The count belongs to the calling thread, so call
-/// it on the compute thread.
+/// More threads than this are never used: libtorch starts every one it is told to.
+pub const THREADS_MAX: usize = 256;
+
+/// Sets how many threads libtorch computes with, from 1 to [`THREADS_MAX`]. The count belongs to
+/// the calling thread, so call it on the compute thread.
 pub fn set_threads(threads: usize) {
-    tch::set_num_threads(i32::try_from(threads.max(1)).unwrap_or(i32::MAX));
+    tch::set_num_threads(i32::try_from(threads.clamp(1, THREADS_MAX)).expect("clamped"));
 }
 
 /// Environment variables that OpenMP reads before `main`: workers that wait must sleep, or they
@@ -122,7 +125,7 @@ pub fn ensure_environment(threads: usize) -> std::io::Result<()> {
     let missing: Vec<(&str, String)> = ENVIRONMENT
         .iter()
         .map(|(name, value)| (*name, (*value).to_owned()))
-        .chain([("OMP_NUM_THREADS", threads.max(1).to_string())])
+        .chain([("OMP_NUM_THREADS", threads.clamp(1, THREADS_MAX).to_string())])
         .filter(|(name, _)| std::env::var_os(name).is_none())
         .collect();
     if missing.is_empty() || std::env::var_os(GUARD).is_some() {

@@ -1,9 +1,11 @@
 //! The engine against the plain formulas and against itself.
 
-use skein_protocol::id::{Group, Microbatch, Span, Step};
+use skein_protocol::id::{Group, Microbatch, Span, Step, Version};
 
 use super::*;
+use crate::engine::{Engine, Outcome, Task};
 use crate::model::reference::{self, numbers};
+use crate::solo::solo;
 
 /// Tokens that follow from step and microbatch.
 struct Counting {
@@ -14,7 +16,7 @@ struct Counting {
 impl Samples for Counting {
     fn tokens(&mut self, step: Step, microbatch: Microbatch) -> Result<Vec<u32>, EngineError> {
         let first = step.0 as u32 + 7 * microbatch.0;
-        Ok((0..self.count).map(|index| (first + index * index) % self.vocabulary).collect())
+        Ok((0..self.count).map(|index| (first + 3 * index) % self.vocabulary).collect())
     }
 }
 
@@ -206,9 +208,9 @@ fn what_does_not_fit_is_an_error_and_not_a_panic() {
     assert!(bench.forward(Span::new(1, 2), None).map(drop).expect_err("no input").to_string().starts_with("no boundary tensor before block"));
     bench.buffers.pop();
     assert!(matches!(bench.forward(Span::new(0, 4), None).map(drop), Err(EngineError::Absent { .. })));
-    bench.torch.samples = Box::new(Counting { vocabulary: 12, count: 14 });
+    bench.torch.samples = Box::new(Counting { vocabulary: 13, count: 14 });
     let error = bench.forward(Span::new(0, 1), None).map(drop).expect_err("a token too many");
-    assert_eq!(error.to_string(), "training data: token 11 is not in the model's vocabulary of 11");
+    assert_eq!(error.to_string(), "training data: token 12 is not in the model's vocabulary of 11");
     bench.torch.samples = Box::new(Counting { vocabulary: 11, count: 13 });
     assert!(matches!(bench.forward(Span::new(0, 1), None).map(drop), Err(EngineError::Data(_))));
 }
@@ -218,4 +220,32 @@ fn errors_of_the_library_are_one_line() {
     let table = Tensor::from_slice(&[0.0f32; 4]).view([2, 2]);
     let error = EngineError::from(table.f_matmul(&Tensor::from_slice(&[0.0f32; 3])).expect_err("shapes do not fit"));
     assert_eq!(error.to_string().lines().count(), 1);
+}
+
+/// A model that solo trains on libtorch through the whole engine.
+fn trained(steps: u64) -> (Vec<f32>, Vec<Vec<f32>>) {
+    device::set_threads(1);
+    let mut config = config(true);
+    config.run.steps = steps;
+    config.batch.microbatches = 3;
+    config.optimizer.learning_rate = 1e-2;
+    config.optimizer.warmup_steps = 2;
+    let structure = config.structure();
+    let torch = Torch::new(&config, Box::new(Counting { vocabulary: 11, count: 14 }), Device::Cpu).expect("a CPU");
+    let mut engine = crate::engine::core::Core::new(torch, &config, structure.clone());
+    let groups = structure.group_ids().collect();
+    assert!(matches!(engine.run(Task::Draw { groups }), Outcome::Finished));
+    let mut losses = Vec::new();
+    solo(&mut engine, &config, &structure, Version(0), steps, &mut |step| losses.push(step.loss)).expect("steps");
+    (losses, structure.group_ids().map(|group| engine.weights(group).expect("held").to_vec()).collect())
+}
+
+#[test]
+fn a_model_learns_and_the_same_run_gives_the_same_bits() {
+    let (losses, weights) = trained(20);
+    assert!((losses[0] - 11f32.ln()).abs() < 0.1, "an untrained model knows nothing: {losses:?}");
+    assert!(losses[19] < losses[0] - 0.5, "{losses:?}");
+    let (again, same) = trained(20);
+    assert_eq!(losses, again);
+    assert!(same_bits(&weights, &same));
 }
