@@ -55,7 +55,7 @@ fn disk(folder: &Path) -> Finding {
 /// Free bytes of the file system that holds `folder`: the disk with the longest matching mount point.
 fn free_bytes(folder: &Path) -> Option<u64> {
     let folder = folder.canonicalize().ok()?;
-    let disks = sysinfo::Disks::new_with_refreshed_list();
+    let disks = sysinfo::Disks::new_with_refreshed_list().ok()?;
     disks
         .iter()
         .filter(|disk| folder.starts_with(disk.mount_point()))
