@@ -191,7 +191,12 @@ impl Cluster {
         for name in self.proxy.pairs.iter().flatten() {
             self.known("proxy.pairs", name)?;
         }
-        require(!self.first_nodes().is_empty(), "event.start", self.nodes.len(), "every node is started by an event: at least one must be there from the beginning")?;
+        require(
+            !self.first_nodes().is_empty(),
+            "event.start",
+            self.nodes.len(),
+            "every node is started by an event: at least one must be there from the beginning",
+        )?;
         self.check_events()
     }
 
