@@ -83,9 +83,16 @@ pub enum LocalError {
         /// Its last line.
         words: String,
     },
-    /// The user asked to stop.
-    #[error("stopped")]
-    Stopped,
+    /// The user asked to stop: what became of it, and how to go on.
+    #[error("{0}")]
+    Stopped(String),
+}
+
+impl LocalError {
+    /// The user asked to stop before there was anything to save.
+    pub fn stopped() -> Self {
+        Self::Stopped("stopped; nothing was begun that is lost".to_owned())
+    }
 }
 
 /// Adds the file's name to an error about it.

@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 /// How often the guard looks whether a process has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// So long a process may take to end after it was asked to: a checkpoint is written meanwhile.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(25);
 
 /// The writing end: the process that starts others.
 #[derive(Debug)]

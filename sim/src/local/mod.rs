@@ -4,6 +4,8 @@
 //! [`demo`] the tour for newcomers that runs one.
 
 pub mod cluster;
+pub mod command;
+pub mod demo;
 pub mod error;
 pub mod guard;
 pub mod http;
@@ -14,4 +16,5 @@ pub mod progress;
 pub mod proxy;
 pub mod session;
 pub mod stop;
+pub mod summary;
 pub mod view;

@@ -41,7 +41,7 @@ impl Programs {
         // Dropping the child kills it: a stop takes effect at once.
         let output = tokio::select! {
             output = child.wait_with_output() => output.map_err(|error| failed(error.to_string()))?,
-            () = stop.requested() => return Err(LocalError::Stopped),
+            () = stop.requested() => return Err(LocalError::stopped()),
         };
         if !output.status.success() {
             let errors = String::from_utf8_lossy(&output.stderr);

@@ -14,7 +14,7 @@ const FOLDERS: [&str; 3] = ["coordinator", "nodes", "logs"];
 /// How far a run is.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Whether all steps are committed.
+    /// Whether all that was to be done with the run is done.
     pub finished: bool,
     /// Steps committed when last seen.
     pub step: u64,
@@ -24,6 +24,8 @@ pub struct Progress {
     pub fired: Vec<usize>,
     /// Loss of the first step, in nats a token.
     pub first_loss: Option<f32>,
+    /// Loss of the last step that was seen, in nats a token.
+    pub last_loss: Option<f32>,
     /// Seconds that earlier starts took.
     pub seconds: f64,
     /// Microbatches that earlier starts redid.
@@ -42,19 +44,24 @@ pub enum Begin {
 }
 
 impl Progress {
-    /// Looks at `out` and makes it ready: what to go on from. `command` is what the user typed.
-    pub fn begin(out: &Path, begin: Begin, command: &str) -> Result<Self, LocalError> {
-        let there = Self::read(out)?;
-        let unfinished = there.filter(|progress| !progress.finished);
+    /// Whether a run may begin in `out`: what to go on from. `command` is what the user typed.
+    pub fn check(out: &Path, begin: Begin, command: &str) -> Result<Self, LocalError> {
+        let unfinished = Self::read(out)?.filter(|progress| !progress.finished);
         match (begin, unfinished) {
             (Begin::Resume, Some(progress)) => Ok(progress),
             (Begin::Resume, None) => Err(LocalError::NothingToResume { out: out.to_owned() }),
             (Begin::Plain, Some(Self { step, steps, .. })) => Err(LocalError::Unfinished { out: out.to_owned(), step, steps, command: command.to_owned() }),
-            (Begin::Plain | Begin::Fresh, _) => {
-                clear(out)?;
-                Ok(Self::default())
-            }
+            (Begin::Plain | Begin::Fresh, _) => Ok(Self::default()),
         }
+    }
+
+    /// The same, and makes `out` ready: unless it is gone on with, what an earlier run left is gone.
+    pub fn begin(out: &Path, begin: Begin, command: &str) -> Result<Self, LocalError> {
+        let progress = Self::check(out, begin, command)?;
+        if begin != Begin::Resume {
+            clear(out)?;
+        }
+        Ok(progress)
     }
 
     /// Writes it down, all or nothing.
@@ -102,6 +109,7 @@ mod tests {
         fs::create_dir(out.join("nodes")).expect("a folder of ours");
         fs::write(out.join("mine.txt"), "kept").expect("a folder of ours");
 
+        assert_eq!(Progress::check(&out, Begin::Fresh, "x").expect("allowed"), Progress::default());
         let error = Progress::begin(&out, Begin::Plain, "skein-sim local --cluster c.toml").expect_err("in the way");
         let expected = "holds a run that stopped at step 12 of 50: go on with `skein-sim local --cluster c.toml --resume`, or begin anew with `skein-sim local --cluster c.toml --fresh`";
         assert!(error.to_string().ends_with(expected), "{error}");

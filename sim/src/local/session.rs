@@ -31,19 +31,26 @@ const STATUS_BOUND: Duration = Duration::from_secs(2);
 /// The coordinator says where it listens within so long.
 const START_BOUND: Duration = Duration::from_secs(30);
 /// A coordinator that was asked to stop has so long for its checkpoint.
-const CHECKPOINT_BOUND: Duration = Duration::from_secs(20);
+const CHECKPOINT_BOUND: Duration = Duration::from_secs(25);
 /// A node that was asked to stop has so long.
 const NODE_BOUND: Duration = Duration::from_secs(5);
 /// The coordinator's name among the processes; no node can have it.
 const COORDINATOR: &str = "coordinator!";
 
 /// Where a coordinator can be reached: its `endpoints.json`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct Endpoints {
-    /// Its address for nodes, key included.
-    pub coordinator: String,
-    /// `ip:port` of its page.
+    /// Its addresses for nodes, key included, best first.
+    pub control: Vec<String>,
+    /// Where its page is served: `http://ip:port`.
     pub http: String,
+}
+
+impl Endpoints {
+    /// Its best address for nodes; empty if it has none.
+    pub fn address(&self) -> &str {
+        self.control.first().map_or("", String::as_str)
+    }
 }
 
 /// What a cluster is made of.
@@ -116,7 +123,7 @@ impl Session {
             dips: Vec::new(),
             event_seen: -1.0,
         };
-        session.lines.control(&session.plan.cluster.proxy, &names, &session.endpoints.coordinator).await.map_err(at(&out))?;
+        session.lines.control(&session.plan.cluster.proxy, &names, session.endpoints.address()).await.map_err(at(&out))?;
         session.start_first().await?;
         Ok(session)
     }
@@ -153,7 +160,8 @@ impl Session {
             }
             self.look().await?;
             if self.status.as_ref().is_some_and(|status| status.state == "finished") {
-                self.finish()?;
+                self.tell_of_dips();
+                self.remember()?;
                 return Ok(Ending::Finished);
             }
             self.tell_of_the_ended()?;
@@ -188,9 +196,20 @@ impl Session {
         self.progress.redone + self.status.as_ref().map_or(0.0, |status| status.microbatches_redone)
     }
 
+    /// How many nodes took part.
+    pub fn started(&self) -> usize {
+        self.members.iter().filter(|member| member.fate != Fate::Later).count()
+    }
+
     /// Names of the nodes that events killed.
     pub fn killed(&self) -> Vec<String> {
         self.members.iter().filter(|member| matches!(member.fate, Fate::Killed(_))).map(|member| member.name.clone()).collect()
+    }
+
+    /// All that was to be done with the run is done: there is nothing to resume.
+    pub fn conclude(&mut self) -> Result<(), LocalError> {
+        self.progress.finished = true;
+        self.remember()
     }
 
     /// Stops everything: the coordinator first, since it needs the nodes to save what they hold.
@@ -221,14 +240,12 @@ impl Session {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<(), LocalError> {
+    fn tell_of_dips(&mut self) {
         let rate = self.status.as_ref().map_or(0.0, |status| status.tokens_per_second);
         for line in self.dips.iter().filter_map(|dip| dip.at_the_end(rate)) {
             self.view.note(&line);
         }
         self.view.end();
-        self.progress.finished = true;
-        self.remember()
     }
 
     /// Writes down what a resumed run has to know.
@@ -270,6 +287,7 @@ impl Session {
         if self.progress.first_loss.is_none() {
             self.progress.first_loss = status.losses.first().filter(|(step, _)| *step <= 1).map(|(_, loss)| *loss);
         }
+        self.progress.last_loss = status.losses.last().map(|(_, loss)| *loss).or(self.progress.last_loss);
         let advanced = status.step > self.progress.step;
         self.progress.step = status.step;
         self.status = Some(status);
@@ -323,7 +341,7 @@ impl Session {
     fn start_node(&mut self, name: &str, fresh: bool) -> Result<(), LocalError> {
         let ids: BTreeMap<String, String> = self.members.iter().map(|member| (member.name.clone(), member.id.clone())).collect();
         let section = self.plan.cluster.node(name).expect("checked when parsed");
-        let address = self.lines.coordinator_for(name, &self.endpoints.coordinator);
+        let address = self.lines.coordinator_for(name, self.endpoints.address());
         let mut command = Command::new(&self.plan.programs.node);
         command.args(["start", "--coordinator", &address, "--name", name]).arg("--state").arg(node_folder(&self.plan.cluster.cluster.out, name));
         if let Some(data) = self.plan.cluster.cluster.data.as_ref().filter(|_| section.data) {
@@ -407,7 +425,7 @@ async fn start_coordinator(plan: &Plan, processes: &mut Processes, resume: bool,
     let too_long = || LocalError::TooLong(format!("the coordinator has not said where it listens after {} s", START_BOUND.as_secs()));
     tokio::select! {
         result = tokio::time::timeout(START_BOUND, waiting) => result.map_err(|_| too_long())?,
-        () = stop.requested() => Err(LocalError::Stopped),
+        () = stop.requested() => Err(LocalError::stopped()),
     }
 }
 

@@ -81,7 +81,7 @@ impl Scene<'_> {
         }
         match (self.trouble, &status.waiting_for) {
             (Some(trouble), _) => parts.push(trouble.to_owned()),
-            (None, Some(waiting)) => parts.push(waiting.clone()),
+            (None, Some(what)) => parts.push(format!("waiting for {what}")),
             (None, None) if status.step == 0 => parts.push(status.state.clone()),
             (None, None) => {}
         }
@@ -101,12 +101,12 @@ impl Scene<'_> {
             Fate::Killed(step) => format!("{name:<8} killed (SIGKILL) at step {step}"),
             Fate::Ended(how) => format!("{name:<8} ended: {how}"),
             Fate::Runs { fresh } => {
-                let fresh = if *fresh { "  (fresh)" } else { "" };
-                let Some(node) = self.node_status(member) else { return format!("{name:<8} starting{fresh}") };
+                let name = if *fresh { format!("{name} (new)") } else { name.clone() };
+                let Some(node) = self.node_status(member) else { return format!("{name:<8} starting") };
                 let span = if node.span.is_empty() { "no blocks".to_owned() } else { format!("blocks {}", node.span) };
-                let link = if node.link.is_empty() { "-" } else { &node.link };
-                let (share, sent) = (node.share * 100.0, bytes(node.bytes_per_second));
-                format!("{name:<8} {:<8} {span:<12} {share:>3.0}% of the work  {link} {sent}/s  {:.1} microbatches/s{fresh}", node.state, node.rate)
+                let sent = if node.bytes_per_second > 0.0 { format!(" {}/s", bytes(node.bytes_per_second)) } else { String::new() };
+                let (share, link) = (node.share * 100.0, format!("{}{sent}", if node.link.is_empty() { "-" } else { &node.link }));
+                format!("{name:<8} {:<8} {span:<12} {share:>3.0}% of the work  {link}  {:.1} microbatches/s", node.state, node.rate)
             }
         }
     }
@@ -185,6 +185,8 @@ impl View for Live {
             line.abandon();
         }
         self.run.abandon();
+        // What comes next begins on a line of its own.
+        eprintln!();
     }
 }
 
@@ -302,7 +304,7 @@ mod tests {
         let lines: Vec<String> = members.iter().map(|member| scene.node_line(member)).collect();
         assert_eq!(lines[0], "a        active   blocks 0-2    31% of the work  quic 1.2 MB/s  5.1 microbatches/s");
         assert_eq!(lines[1], "b        killed (SIGKILL) at step 9");
-        assert_eq!(lines[2], "e        joining  no blocks      0% of the work  - 0 kB/s  0.0 microbatches/s  (fresh)");
+        assert_eq!(lines[2], "e (new)  joining  no blocks      0% of the work  -  0.0 microbatches/s");
         assert_eq!(lines[3], "f        not started yet");
     }
 
@@ -324,7 +326,7 @@ mod tests {
     #[test]
     fn what_it_waits_for_is_shown() {
         let mut status = status();
-        status.waiting_for = Some("waiting for a host for blocks 3-5".to_owned());
+        status.waiting_for = Some("a host for blocks 3-5".to_owned());
         let scene = Scene { seconds: 0.0, status: Some(&status), members: &[], trouble: None };
         assert!(scene.run_line().ends_with("left  waiting for a host for blocks 3-5"), "{}", scene.run_line());
         let scene = Scene { trouble: Some("the coordinator does not answer"), ..scene };

@@ -63,7 +63,7 @@ done
 FAIL
 echo "$all" > "$state/arguments"
 trap 'echo coordinator >> "$state/../order"; exit 0' TERM
-echo '{"coordinator": "key@127.0.0.1:7", "http": "HTTP"}' > "$state/draft" && mv "$state/draft" "$state/endpoints.json"
+echo '{"control": ["/ip4/127.0.0.1/tcp/7/p2p/key"], "http": "http://HTTP", "peer_id": "key"}' > "$state/draft" && mv "$state/draft" "$state/endpoints.json"
 while :; do sleep 0.02; done
 "#;
 
@@ -191,14 +191,18 @@ async fn a_run_with_a_kill_and_a_fresh_node() {
     let (ending, ()) = tokio::join!(session.watch(), story);
     assert_eq!(ending.expect("goes well"), Ending::Finished);
     let (out, folder) = (stage.out(), stage.folder.path());
-    let expected =
-        format!("start --coordinator key@127.0.0.1:7 --name a --state {0}/nodes/a --data {1}/data --compute-share 0.5\n", out.display(), folder.display());
+    let expected = format!(
+        "start --coordinator /ip4/127.0.0.1/tcp/7/p2p/key --name a --state {0}/nodes/a --data {1}/data --compute-share 0.5\n",
+        out.display(),
+        folder.display()
+    );
     assert_eq!(stage.arguments("nodes/a"), expected);
-    let expected = format!("start --coordinator key@127.0.0.1:7 --name c --state {}/nodes/c --memory-limit 2GiB --threads 1\n", out.display());
+    let expected = format!("start --coordinator /ip4/127.0.0.1/tcp/7/p2p/key --name c --state {}/nodes/c --memory-limit 2GiB --threads 1\n", out.display());
     assert_eq!(stage.arguments("nodes/c"), expected);
     assert_eq!((session.killed(), session.redone()), (vec!["b".to_owned()], 2.5));
     assert_eq!((session.progress().first_loss, session.progress().fired.clone()), (Some(6.9), vec![0, 1]));
 
+    session.conclude().expect("a folder of ours");
     session.stop().await.expect("goes well");
     assert_eq!(stage.order(), ["coordinator", "node", "node"], "the coordinator ends first, and b cannot say anything");
     assert!(session.processes.names().is_empty());
@@ -210,6 +214,8 @@ async fn an_interrupted_run_goes_on_with_who_was_left() {
     let stage = Stage::new().await;
     let (mut session, sender, _) = stage.session(Begin::Plain).await;
     let story = async {
+        stage.started("a").await;
+        stage.started("b").await;
         stage.at_step(8);
         stage.started("c").await;
         sender.send_modify(|count| *count += 1);
