@@ -336,8 +336,9 @@ fn require(holds: bool, key: &'static str, value: impl ToString, problem: &str) 
     if holds { Ok(()) } else { Err(ConfigError::Value { key, value: value.to_string(), problem: problem.to_owned() }) }
 }
 
-/// Turns serde's message about an unknown field into one that names the nearest known key.
-fn parse_error(error: &toml::de::Error) -> ConfigError {
+/// Turns serde's message about an unknown field into one that names the nearest known key; every
+/// TOML file that a user writes is read through it.
+pub fn parse_error(error: &toml::de::Error) -> ConfigError {
     let message = error.message();
     if let Some(rest) = message.strip_prefix("unknown field `") {
         let mut quoted = rest.split('`');

@@ -2,8 +2,11 @@
 //!
 //! Start at [`world`]: a clock, an event queue, links with delay, and the two machines with the
 //! toy engine. [`fault`] says when something dies, [`oracle`] judges what was counted. With
-//! feature `local`, `local` starts real processes instead.
+//! feature `local`, [`local`] starts one coordinator and several nodes as processes instead, with
+//! proxies between them that lose and cut, shows what happens and stops whatever it started.
 
 pub mod fault;
+#[cfg(feature = "local")]
+pub mod local;
 pub mod oracle;
 pub mod world;
