@@ -21,6 +21,7 @@ impl Samples for Counting {
 }
 
 #[expect(clippy::print_stdout, reason = "the result of an example")]
+#[expect(clippy::disallowed_methods, reason = "it measures time")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let threads = std::env::var("OMP_NUM_THREADS").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
     device::ensure_environment(threads)?;

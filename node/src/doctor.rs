@@ -124,6 +124,7 @@ fn speed(device: Device) -> Finding {
 ///
 /// # Errors
 /// If the device fails.
+#[expect(clippy::disallowed_methods, reason = "it measures time")]
 pub fn matrix_rate(device: Device, time: Duration) -> Result<f64, EngineError> {
     let _guard = tch::no_grad_guard();
     let side = if device == Device::Cpu { 512 } else { 4096 };

@@ -17,6 +17,8 @@ use crate::machine::{Action, Node, Report, Run};
 /// Commits a node keeps: enough to show a coordinator that lost some.
 const COMMITS_KEPT: usize = 16;
 
+/// Commits in a hello, which must fit what a stranger may say.
+const COMMITS_SHOWN: usize = 4;
 /// How often a node dials a coordinator that is gone after the end of the run.
 const DIALS_AFTER_END: u32 = 6;
 
@@ -65,7 +67,7 @@ impl Node {
             versions_held: self.steps.versions_held(&self.catchup),
             sums: self.host.sum_reports(),
             shards: self.catchup.shards().collect(),
-            commits: self.session.commits.iter().cloned().collect(),
+            commits: self.session.commits.iter().skip(self.session.commits.len().saturating_sub(COMMITS_SHOWN)).cloned().collect(),
         };
         actions.push(Action::Tell(ToCoordinator::Hello(Box::new(hello))));
         self.session.heartbeat_at = Some(self.now + limits::HEARTBEAT_EVERY);

@@ -25,6 +25,7 @@ fn main() {
 }
 
 /// Rates count the f32 side.
+#[expect(clippy::disallowed_methods, reason = "it measures time")]
 fn codecs() {
     const VALUES: usize = 4 * 1024 * 1024;
     let values: Vec<f32> = (0..VALUES).map(|index| index as f32 * 0.37 - 1e5).collect();
@@ -59,6 +60,7 @@ fn node() -> Node {
     Node { runtime, id: identity.node_id(), links, events }
 }
 
+#[expect(clippy::disallowed_methods, reason = "it measures time")]
 fn link(mib: usize, frames: usize) {
     let (a, mut b) = (node(), node());
     let peer = |node: &Node| Peer { node: node.id, addresses: vec![node.links.local_addr().to_string()], has_data: false };

@@ -1,6 +1,5 @@
 //! Writing a folder.
 
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -57,7 +56,7 @@ fn write_weights(dir: &Path, what: &Export<'_>) -> Result<(), HuggingFaceError> 
     }
     let (path, partial) = (dir.join(WEIGHTS), dir.join(format!("{WEIGHTS}.partial")));
     // transformers refuses a file that does not say this.
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = [("format".to_owned(), "pt".to_owned())].into_iter().collect();
     safetensors::serialize_to_file(tensors, Some(metadata), &partial).map_err(|error| HuggingFaceError::Io {
         path: partial.clone(),
         action: "write",

@@ -93,7 +93,7 @@ pub async fn run(settings: DaemonSettings, make_engine: EngineMaker) -> Result<S
             return end.map_err(DaemonError::Ended);
         }
         let next = [daemon.machine.next_timeout(), daemon.data.next_timeout()].into_iter().flatten().min();
-        let wake = next.map_or_else(|| daemon.now() + Duration::from_secs(1), |time| time).since(daemon.now()).max(Duration::from_millis(1));
+        let wake = next.unwrap_or_else(|| daemon.now() + Duration::from_secs(1)).since(daemon.now()).max(Duration::from_millis(1));
         let wake = leave_by.map_or(wake, |by| wake.min(by.saturating_duration_since(Instant::now())));
         tokio::select! {
             Some(event) = recv(&mut daemon.control) => daemon.control_event(event)?,

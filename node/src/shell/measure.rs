@@ -3,10 +3,15 @@
 use skein_protocol::id::Hash;
 use skein_protocol::message::control::Capability;
 
+#[cfg(feature = "torch")]
 use crate::engine::EngineError;
 
 /// Memory left to the system when nothing else is said: one part in four.
 const MEMORY_SHARE: u64 = 4;
+
+/// How long the device is measured at start.
+#[cfg(feature = "torch")]
+const MEASURE_FOR: std::time::Duration = std::time::Duration::from_millis(200);
 
 /// Bytes of memory that this node lends: the limit given, or three quarters of what is free.
 pub fn memory(limit: Option<u64>) -> u64 {
@@ -23,11 +28,8 @@ pub fn memory(limit: Option<u64>) -> u64 {
 /// If the device fails.
 #[cfg(feature = "torch")]
 pub fn device(device: tch::Device) -> Result<(f64, Hash), EngineError> {
-    use std::time::{Duration, Instant};
-
-    const ROWS: i64 = 512;
+    const ROWS: i64 = 64;
     const WIDTH: i64 = 384;
-    const FOR: Duration = Duration::from_millis(200);
     let fill = |rows: i64, columns: i64, step: f32| -> Result<tch::Tensor, EngineError> {
         let values: Vec<f32> = (0..rows * columns).map(|index| ((index as f32 * step) % 2.0) - 1.0).collect();
         Ok(tch::Tensor::f_from_slice(&values)?.f_reshape([rows, columns])?.f_to_device(device)?)
@@ -38,18 +40,7 @@ pub fn device(device: tch::Device) -> Result<(f64, Hash), EngineError> {
     let len = values.len();
     product.f_copy_data(&mut values, len)?;
     let fingerprint = Hash::of(bytemuck::cast_slice(&values));
-    let begun = Instant::now();
-    let mut products = 0.0;
-    while begun.elapsed() < FOR {
-        for _ in 0..8 {
-            let _ = a.f_matmul(&b)?;
-            products += 1.0;
-        }
-        if device != tch::Device::Cpu {
-            let _ = a.f_sum(tch::Kind::Float)?.f_double_value(&[])?;
-        }
-    }
-    Ok((products * 2.0 * (ROWS * WIDTH * WIDTH) as f64 / begun.elapsed().as_secs_f64(), fingerprint))
+    Ok((crate::doctor::matrix_rate(device, MEASURE_FOR)?, fingerprint))
 }
 
 /// What a node offers that computes a share of the time.

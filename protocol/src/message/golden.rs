@@ -48,13 +48,13 @@ fn placement() -> Placement {
         epoch: Epoch(8),
         timeline: Timeline(2),
         base: Version(100),
-        sources: vec![Source { group: GROUP, holders: vec![node(1)] }],
+        sources: vec![Source { group: GROUP, holders: vec![node(1)], root: hash(3) }],
         seats: vec![seat(1, Standing::Active), seat(2, Standing::Joining { from: VERSION })],
     }
 }
 
 fn shard() -> Shard {
-    Shard { group: GROUP, version: VERSION, root: hash(3) }
+    Shard { timeline: Timeline(2), group: GROUP, version: VERSION, root: hash(3) }
 }
 
 fn peer() -> Peer {
@@ -70,6 +70,7 @@ fn to_coordinator() -> Vec<(&'static str, ToCoordinator)> {
         data_addresses: vec!["192.0.2.2:7701".to_owned()],
         data: Some(hash(8)),
         timeline: Timeline(2),
+        span: Some(Span::new(0, 3)),
         versions_held: vec![(GROUP, VERSION)],
         sums: vec![SumReport { sum: SUM, step: Step(0x0102), group: GROUP, counted: vec![(Use(1), set(&[0, 65]))] }],
         shards: vec![shard()],
@@ -102,6 +103,7 @@ fn from_coordinator() -> Vec<(&'static str, FromCoordinator)> {
         commits: vec![commit()],
         live_sums: vec![SUM],
         retired: Some(Step(0x0100)),
+        checkpoint: Some((VERSION, vec![(GROUP, hash(3))])),
     };
     let grant = Grant { microbatch: Microbatch(7), lease: 4, mask: set(&[2]), holders: vec![(Span::new(0, 3), node(1))] };
     let verdict = Verdict { microbatch: Microbatch(7), counted: set(&[1]), dropped: set(&[2]) };

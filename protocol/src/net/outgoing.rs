@@ -244,6 +244,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::disallowed_methods, reason = "any moment will do to count from")]
     fn the_rate_counts_busy_time_only() {
         let (mut meter, start) = (RateMeter::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);

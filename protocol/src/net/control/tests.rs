@@ -74,6 +74,7 @@ fn hello() -> Hello {
         data_addresses: Vec::new(),
         data: None,
         timeline: Timeline(0),
+        span: None,
         versions_held: Vec::new(),
         sums: Vec::new(),
         shards: Vec::new(),
