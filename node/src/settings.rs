@@ -170,6 +170,9 @@ pub(crate) struct SoloArgs {
     /// The device: best, cpu, cuda, cuda:N or mps
     #[arg(long, value_name = "DEVICE", default_value = "best")]
     pub(crate) device: DeviceChoice,
+    /// Shuffle each step's microbatches by this seed: shows what the order of additions does
+    #[arg(long, value_name = "N", hide = true)]
+    pub(crate) order_seed: Option<u64>,
     /// Print one line of JSON
     #[arg(long)]
     pub(crate) json: bool,

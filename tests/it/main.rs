@@ -1,3 +1,5 @@
 //! What needs more than one crate.
 
+mod cluster;
+mod processes;
 mod swarm;

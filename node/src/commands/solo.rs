@@ -10,8 +10,9 @@ use skein_node::data::store::Store;
 use skein_node::engine::core::Core;
 use skein_node::engine::torch::{Torch, device};
 use skein_node::engine::{Engine, Outcome, Task};
-use skein_node::solo::solo_step;
-use skein_protocol::id::{Group, Step};
+use skein_node::solo::solo_step_in_order;
+use skein_protocol::config::RunConfig;
+use skein_protocol::id::{Group, Hash, Microbatch, Step};
 
 use super::{Progress, read_config};
 use crate::settings::SoloArgs;
@@ -36,7 +37,7 @@ pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
     let mut seconds: Vec<f64> = Vec::new();
     for step in (0..steps).map(Step) {
         let begun = Instant::now();
-        let done = solo_step(&mut engine, &config, &structure, step)?;
+        let done = solo_step_in_order(&mut engine, &config, &structure, step, order(&config, step, args.order_seed))?;
         seconds.push(begun.elapsed().as_secs_f64());
         losses.push(done.loss);
         let rate = config.batch.tokens_per_step() as f64 / seconds.last().copied().unwrap_or(1.0);
@@ -59,4 +60,14 @@ pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
         println!("{steps} steps, loss {first:.4} to {last:.4}, {rate:.0} tokens/s");
     }
     Ok(())
+}
+
+/// The step's microbatches by index, or shuffled by a seed.
+fn order(config: &RunConfig, step: Step, seed: Option<u64>) -> Vec<Microbatch> {
+    let mut order: Vec<Microbatch> = (0..config.batch.microbatches).map(Microbatch).collect();
+    if let Some(seed) = seed {
+        let place = |microbatch: &Microbatch| Hash::of(&[seed.to_le_bytes(), step.0.to_le_bytes(), u64::from(microbatch.0).to_le_bytes()].concat());
+        order.sort_by_cached_key(place);
+    }
+    order
 }
