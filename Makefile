@@ -75,7 +75,7 @@ test-hf: build ## the exported folder in Python's transformers (own virtual envi
 	scripts/test-hf $(BIN)
 
 bench: build ## all benchmarks; bench-NAME for one
-	scripts/bench $(BIN)
+	for bench in scripts/bench/*; do $$bench $(BIN) || exit 1; done
 
 bench-%: build
-	scripts/bench $(BIN) $*
+	scripts/bench/$* $(BIN)
