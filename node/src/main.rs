@@ -12,7 +12,17 @@ use clap::Parser;
 use settings::{Cli, Command, DataCommand};
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) if error.exit_code() == 0 => error.exit(),
+        Err(error) => {
+            // One line: what is wrong; where to read on.
+            let text = error.to_string();
+            let what = text.lines().next().unwrap_or_default();
+            eprintln!("{what} (try `skein-node --help`)");
+            return ExitCode::from(2);
+        }
+    };
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn,skein_node=info".into()))
         .with_writer(std::io::stderr)
@@ -24,10 +34,23 @@ fn main() -> ExitCode {
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", one_line(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// The error and its causes, without those that it tells itself.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
 }
 
 fn run(command: Command) -> anyhow::Result<()> {

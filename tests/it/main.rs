@@ -1,5 +1,6 @@
 //! What needs more than one crate.
 
+mod cli;
 mod cluster;
 mod processes;
 mod swarm;

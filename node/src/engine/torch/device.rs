@@ -110,12 +110,8 @@ pub fn set_threads(threads: usize) {
 /// freed: gradients come and go with every microbatch, and fresh pages fill ten times slower than
 /// pages used before.
 #[cfg(unix)]
-const ENVIRONMENT: [(&str, &str); 4] = [
-    ("OMP_WAIT_POLICY", "PASSIVE"),
-    ("MKL_DYNAMIC", "FALSE"),
-    ("MALLOC_MMAP_THRESHOLD_", "33554432"),
-    ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
-];
+const ENVIRONMENT: [(&str, &str); 4] =
+    [("OMP_WAIT_POLICY", "PASSIVE"), ("MKL_DYNAMIC", "FALSE"), ("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "17179869184")];
 
 /// Set in the process that [`ensure_environment`] starts, so that it starts only one.
 #[cfg(unix)]
