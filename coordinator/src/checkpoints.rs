@@ -1,6 +1,7 @@
 //! Checkpoints: which node saves what, when one is complete, stopping and finishing.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use skein_protocol::id::{Group, Hash, NodeId, Timeline, Version};
 use skein_protocol::message::control::{FromCoordinator, Shard};
@@ -10,6 +11,8 @@ use skein_protocol::placement::Source;
 use crate::machine::{Action, Coordinator, Phase, is_last, quorum};
 use crate::record::Record;
 
+/// How long those who were asked for the last checkpoint have before others are asked too.
+const ASK_AGAIN_AFTER: Duration = Duration::from_secs(5);
 /// Versions whose shards are remembered.
 const VERSIONS_MAX: usize = 1024;
 
@@ -31,6 +34,7 @@ impl Coordinator {
                 savers.entry(members[(first + index) % members.len()]).or_default().push(group);
             }
         }
+        self.asked_checkpoint = self.now;
         let timeline = self.timeline();
         for (node, groups) in savers {
             actions.push(Action::Send { to: node, message: FromCoordinator::Checkpoint { timeline, version, groups } });
@@ -52,7 +56,8 @@ impl Coordinator {
 
     /// Notes what a node says it has on its disk. It is checked against the root when it is read.
     pub(crate) fn note_shards(&mut self, node: NodeId, shards: &[Shard]) {
-        let known = |shard: &&Shard| usize::from(shard.group.0) < self.structure.groups.len() && self.is_on_course(shard);
+        let newest = self.chain.version();
+        let known = |shard: &&Shard| usize::from(shard.group.0) < self.structure.groups.len() && shard.version <= newest && self.is_on_course(shard);
         let shards: Vec<Shard> = shards.iter().filter(known).copied().collect();
         for shard in &shards {
             self.shards.entry(shard.version).or_default().entry(shard.group).or_default().insert(node, *shard);
@@ -67,9 +72,22 @@ impl Coordinator {
         shard.timeline <= self.timeline() && self.bases.iter().all(|(timeline, base)| *timeline <= shard.timeline || shard.version <= *base)
     }
 
-    fn complete_checkpoint(&mut self, version: Version, actions: &mut Vec<Action>) {
+    /// The last checkpoint is asked for again while it is not complete: who was asked may be gone.
+    pub(crate) fn insist_on_last_checkpoint(&mut self, actions: &mut Vec<Action>) {
+        let version = match self.phase {
+            Phase::Finished => self.chain.version(),
+            Phase::Stopping { version } => version,
+            Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Training => return,
+        };
+        if !self.complete.contains(&version) && self.now.since(self.asked_checkpoint) > ASK_AGAIN_AFTER {
+            self.request_checkpoint(version, actions);
+        }
+    }
+
+    pub(crate) fn complete_checkpoint(&mut self, version: Version, actions: &mut Vec<Action>) {
         let groups = self.structure.groups.len();
-        if self.complete.contains(&version) || self.shards.get(&version).is_none_or(|shards| shards.len() < groups) {
+        // Version 0 is no checkpoint: it is drawn, or imported under a root of its own.
+        if version == Version(0) || self.complete.contains(&version) || self.shards.get(&version).is_none_or(|shards| shards.len() < groups) {
             return;
         }
         actions.push(Action::Save(vec![Record::Checkpoint { version }]));

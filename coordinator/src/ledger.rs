@@ -149,6 +149,7 @@ impl StepLedger {
     pub fn adopt(&mut self, node: NodeId, span: Span, report: &SumReport) -> bool {
         let uses = self.structure.uses_of(span);
         let fits = report.step == self.fence.step
+            && report.counted.is_sorted_by(|(a, _), (b, _)| a < b)
             && !self.sums.contains_key(&report.sum)
             && report.counted.iter().all(|(one, pairs)| {
                 uses.contains(usize::from(one.0))

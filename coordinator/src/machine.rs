@@ -118,6 +118,8 @@ pub struct Coordinator {
     pub(crate) bases: Vec<(Timeline, Version)>,
     /// Complete checkpoints, ascending.
     pub(crate) complete: Vec<Version>,
+    /// When a checkpoint was asked for last.
+    pub(crate) asked_checkpoint: Time,
     /// Distinguishes reduction attempts of different lives of the coordinator.
     pub(crate) attempts: u32,
     pub(crate) history: History,
@@ -145,6 +147,7 @@ impl Coordinator {
             shards: BTreeMap::new(),
             bases: Vec::new(),
             complete: Vec::new(),
+            asked_checkpoint: Time::default(),
             // A coordinator makes far fewer than a million attempts a life.
             attempts: u32::try_from(boot % 4096).expect("below 4096") << 20,
             history: History::default(),

@@ -104,9 +104,10 @@ impl Coordinator {
         }
         self.members.insert(node, member);
         self.report(format!("{} {}", node.short(), if returning.is_some() { "is back" } else { "joined" }), actions);
-        self.note_shards(node, &hello.shards);
         self.adopt_commits(&hello.commits, actions);
+        self.note_shards(node, &hello.shards);
         let live_sums = self.recover_from_hello(node, &hello, actions);
+        self.hear_what_was_missed(node, &hello, actions);
         self.seat_newcomer(node, actions);
         let welcome = Welcome {
             version,
@@ -123,6 +124,19 @@ impl Coordinator {
         actions.push(Action::Send { to: node, message: FromCoordinator::Welcome(Box::new(welcome)) });
         self.broadcast_peers(actions);
         self.resend_to(node, actions);
+    }
+
+    /// What the node said while it was not connected, and what its hello says in its place.
+    fn hear_what_was_missed(&mut self, node: NodeId, hello: &Hello, actions: &mut Vec<Action>) {
+        let applied = self.members.get(&node).and_then(|member| member.applied);
+        if hello.timeline == self.timeline()
+            && let Some(closing) = self.closing.as_mut().filter(|closing| applied >= Some(closing.fence.step))
+        {
+            closing.applied.insert(node);
+        }
+        for shard in hello.shards.iter().filter(|shard| shard.timeline == hello.timeline) {
+            self.complete_checkpoint(shard.version, actions);
+        }
     }
 
     fn admit(&self, hello: &Hello) -> Result<(), String> {
@@ -257,6 +271,7 @@ impl Coordinator {
             self.remove_member(node, "is gone", actions);
         }
         self.recovery_deadline(actions);
+        self.insist_on_last_checkpoint(actions);
         self.expire_leases();
         self.release_leavers(actions);
     }

@@ -316,7 +316,7 @@ impl Node {
         actions.push(Action::Report(Report::Trouble(error.to_string())));
         match about {
             About::Work(key) => self.work_failed(key, actions),
-            About::Reduction(key, chunk) => self.reduction_failed(key, chunk),
+            About::Reduction(key, chunk) => self.reduction_failed(key, chunk, actions),
             // Without its weights a node is no replica: it comes back as a newcomer.
             About::State(_) | About::Step(_) => self.start_over(actions),
             About::Other => {}

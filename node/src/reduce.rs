@@ -349,9 +349,10 @@ impl Node {
     }
 
     /// The engine could not add up or store a chunk: what came was no good. It may come again.
-    pub(crate) fn reduction_failed(&mut self, key: ReductionKey, chunk: Chunk) {
+    pub(crate) fn reduction_failed(&mut self, key: ReductionKey, chunk: Chunk, actions: &mut Vec<Action>) {
         if let Some(state) = self.reduce.reductions.get_mut(&key).and_then(|reduction| reduction.chunks.get_mut(chunk.0 as usize)) {
             *state = ChunkState::default();
+            self.ask_holder(key, actions);
         }
     }
 

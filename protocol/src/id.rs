@@ -153,12 +153,13 @@ impl Step {
 
     /// The version this step makes.
     pub fn makes(self) -> Version {
-        Version(self.0 + 1)
+        // A peer may name any step.
+        Version(self.0.saturating_add(1))
     }
 
     /// The step after this one.
     pub fn next(self) -> Self {
-        Self(self.0 + 1)
+        Self(self.0.saturating_add(1))
     }
 }
 
