@@ -228,6 +228,7 @@ impl Coordinator {
             ToCoordinator::Unreachable(node) => self.unreachable(from, node, actions),
             ToCoordinator::Leaving => self.leaving(from, actions),
             ToCoordinator::Saved { timeline, shards } => self.saved(from, timeline, shards, actions),
+            ToCoordinator::Traffic { links, sent_per_second, received_per_second: _ } => self.traffic(from, links, sent_per_second),
             ToCoordinator::Returned { fence, leases } => self.returned(from, fence, &leases),
         }
     }

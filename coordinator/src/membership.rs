@@ -32,6 +32,9 @@ pub(crate) struct Member {
     pub(crate) heard: Time,
     /// The newest step it has applied.
     pub(crate) applied: Option<Step>,
+    /// What its links are and carry, as it says: shown only.
+    pub(crate) links: String,
+    pub(crate) sent_per_second: f64,
     /// Microbatches counted for it in steps so far, for shares and routes.
     pub(crate) work: crate::view::Work,
 }
@@ -49,6 +52,8 @@ impl Member {
             leaving: false,
             heard: now,
             applied: None,
+            links: String::new(),
+            sent_per_second: 0.0,
             work: crate::view::Work::default(),
         }
     }
@@ -65,6 +70,8 @@ impl Member {
             leaving: false,
             heard: Time::default(),
             applied: None,
+            links: String::new(),
+            sent_per_second: 0.0,
             work: crate::view::Work::default(),
         }
     }
@@ -207,6 +214,14 @@ impl Coordinator {
             && now.since(member.heard) > limits::HEARTBEAT_EVERY * 3
         {
             member.suspect = true;
+        }
+    }
+
+    /// What a node's links carry; printable and short, whatever it says.
+    pub(crate) fn traffic(&mut self, node: NodeId, links: String, sent_per_second: f64) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.links = links.chars().filter(|c| c.is_ascii_graphic() || *c == ' ').take(limits::LINK_KIND_BYTES_MAX).collect();
+            member.sent_per_second = if sent_per_second.is_finite() { sent_per_second.max(0.0) } else { 0.0 };
         }
     }
 

@@ -52,7 +52,7 @@ pub struct NodeStatus {
     pub span: String,
     /// Its share of the work done in recent steps, 0 to 1.
     pub share: f64,
-    /// Kind of link its data arrives by.
+    /// Kinds of its links; empty while it has none.
     pub link: String,
     /// Microbatches it finished a second.
     pub rate: f64,

@@ -180,9 +180,9 @@ impl Coordinator {
                     state: state.to_owned(),
                     span: seat.map(|seat| seat.span.to_string()).unwrap_or_default(),
                     share: if total > 0.0 { member.work.mean_flops / total } else { 0.0 },
-                    link: "quic".to_owned(),
+                    link: member.links.clone(),
                     rate: member.work.rate(),
-                    bytes_per_second: 0.0,
+                    bytes_per_second: member.sent_per_second,
                     flops: member.capability.flops,
                 }
             })

@@ -38,6 +38,8 @@ pub const BLOBS_IN_FLIGHT: usize = 8;
 pub const BLOBS_IN_FLIGHT_PER_PEER: usize = 4;
 /// A chunk of data that is not here after so long is asked of another peer.
 pub const BLOB_TIME_MAX: Duration = Duration::from_secs(20);
+/// Bytes of a link's kind that are shown.
+pub const LINK_KIND_BYTES_MAX: usize = 32;
 /// Control messages queued towards one peer before it is disconnected.
 pub const CONTROL_QUEUE: usize = 4096;
 /// Bytes of control messages queued towards one peer before it is disconnected.

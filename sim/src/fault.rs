@@ -6,7 +6,7 @@ use skein_protocol::message::control::{FromCoordinator, ToCoordinator};
 use skein_protocol::message::data::PeerMessage;
 
 /// A point in a node's work. The coordinator's own are the operations of its log
-/// ([`crate::world::Plan::coordinator_dies_at`]).
+/// ([`crate::plan::Plan::coordinator_dies_at`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum CrashPoint {
     /// Dialled, not welcomed.

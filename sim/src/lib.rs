@@ -9,4 +9,5 @@ pub mod fault;
 #[cfg(feature = "local")]
 pub mod local;
 pub mod oracle;
+pub mod plan;
 pub mod world;

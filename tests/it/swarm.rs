@@ -7,7 +7,8 @@ use skein_node::solo::solo;
 use skein_protocol::config::RunConfig;
 use skein_protocol::id::Version;
 use skein_sim::fault::CrashPoint;
-use skein_sim::world::{Ending, Plan, World, agreed_roots, node_id};
+use skein_sim::plan::{Ending, Plan, agreed_roots};
+use skein_sim::world::{World, node_id};
 
 /// Virtual time within which every run of these tests must end.
 const LIMIT: Duration = Duration::from_secs(300);

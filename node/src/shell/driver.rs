@@ -1,6 +1,6 @@
 //! The daemon: performs what the machine asks for and tells it what happens.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use skein_protocol::config::RunConfig;
 use skein_protocol::id::{NodeId, RunId};
 use skein_protocol::limits;
-use skein_protocol::message::control::{Capability, FromCoordinator};
+use skein_protocol::message::control::{Capability, FromCoordinator, ToCoordinator};
 use skein_protocol::net::NetError;
 use skein_protocol::net::control::{ControlClient, ControlEvent, CoordinatorAddress};
 use skein_protocol::net::identity::Identity;
@@ -30,6 +30,8 @@ use super::data::{DataDesk, Taken};
 /// run may begin with it.
 pub const IMPORTED: &str = "imported";
 
+/// How often traffic is told.
+const TRAFFIC_EVERY: Duration = Duration::from_secs(1);
 /// How long a graceful end may take.
 const LEAVE_MAX: Duration = Duration::from_secs(15);
 
@@ -156,6 +158,14 @@ struct Daemon {
     begun: Instant,
     end: Option<Result<String, String>>,
     spent: TimeSpent,
+    traffic: Traffic,
+}
+
+/// What the links had carried when it was told last.
+struct Traffic {
+    told: Instant,
+    sent: u64,
+    received: u64,
 }
 
 impl Daemon {
@@ -206,6 +216,7 @@ impl Daemon {
             begun: Instant::now(),
             end: None,
             spent: TimeSpent::default(),
+            traffic: Traffic { told: Instant::now(), sent: 0, received: 0 },
         };
         Ok((daemon, Inbox { links: link_events, answers: answer_events, disk: disk_events, dials: dial_events }))
     }
@@ -223,7 +234,26 @@ impl Daemon {
         Ok(())
     }
 
+    /// Tells what the links carry.
+    fn tell_traffic(&mut self) {
+        let seconds = self.traffic.told.elapsed().as_secs_f64();
+        let Some(client) = self.client.as_ref().filter(|_| seconds >= TRAFFIC_EVERY.as_secs_f64()) else { return };
+        let stats = self.links.stats();
+        let (sent, received) = (stats.values().map(|link| link.bytes_sent).sum(), stats.values().map(|link| link.bytes_received).sum());
+        let kinds: BTreeSet<&str> = stats.values().map(|link| link.kind).collect();
+        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
+        client.send(&ToCoordinator::Traffic {
+            links: kinds.into_iter().collect::<Vec<_>>().join(" "),
+            sent_per_second: rate(sent, self.traffic.sent),
+            received_per_second: rate(received, self.traffic.received),
+        });
+        self.traffic = Traffic { told: Instant::now(), sent, received };
+    }
+
     fn timer(&mut self) -> Result<(), DaemonError> {
+        if self.run.is_some() && self.held_back.is_empty() {
+            self.tell_traffic();
+        }
         self.ask_for_data();
         self.handle(Event::Timer)
     }

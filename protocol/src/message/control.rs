@@ -69,6 +69,15 @@ pub enum ToCoordinator {
         /// What was saved.
         shards: Vec<Shard>,
     },
+    /// What the node's links carry, about once a second; shown, never used.
+    Traffic {
+        /// Kinds of its links, such as `quic`; at most [`crate::limits::LINK_KIND_BYTES_MAX`] are shown.
+        links: String,
+        /// Bytes a second it sends.
+        sent_per_second: f64,
+        /// Bytes a second it receives.
+        received_per_second: f64,
+    },
     /// The feeder cannot route this microbatch now; its lease goes back.
     Returned {
         /// The step.

@@ -63,7 +63,7 @@ impl Lines {
     pub fn arguments(&self, name: &str, ids: &BTreeMap<String, String>) -> Vec<String> {
         let mut arguments = Vec::new();
         if let Some(listen) = self.listen.get(name) {
-            arguments.extend(["--data-listen".to_owned(), listen.to_string()]);
+            arguments.extend(["--listen".to_owned(), listen.to_string()]);
         }
         for ((from, to), proxy) in &self.data {
             if from == name
@@ -132,7 +132,7 @@ mod tests {
         let (a, b, c) = (lines.arguments("a", &ids), lines.arguments("b", &ids), lines.arguments("c", &ids));
         assert!(a[2] == "--dial-override" && a[3].starts_with("id-b=127.0.0.1:") && a.len() == 4, "{a:?}");
         assert!(b[3].starts_with("id-a=127.0.0.1:") && b[3][5..] != a[3][5..], "{b:?}");
-        assert!(c[0] == "--data-listen" && c.len() == 2, "{c:?}");
+        assert!(c[0] == "--listen" && c.len() == 2, "{c:?}");
     }
 
     #[tokio::test]
