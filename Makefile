@@ -61,7 +61,7 @@ unit: build
 	$(CARGO) test $(LOCKED) -p skein-node --no-default-features --features shell --doc
 
 doc: libtorch ## the documentation of the code, warnings are errors
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(LOCKED) --workspace --no-deps
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc $(LOCKED) --workspace --no-deps
 
 # What the crates must never depend on; see README, invariants.
 layers:
