@@ -167,6 +167,12 @@ impl StepLedger {
                 }
                 sum.counted.entry(*one).or_default().clone_from(pairs);
             }
+            for (microbatch, loss) in report.losses.iter().filter(|(_, loss)| loss.is_finite()) {
+                let index = microbatch.0 as usize;
+                if report.counted.iter().any(|(_, pairs)| pairs.contains(index)) {
+                    self.losses[index] = Some(*loss);
+                }
+            }
         }
         self.sums.entry(report.sum).or_insert(sum);
         fits
@@ -356,11 +362,19 @@ mod tests {
     #[test]
     fn after_a_restart_overlapping_sums_are_void() {
         let mut ledger = ledger();
-        let report = |id, pairs: &[usize]| SumReport { sum: id, step: Step(0), group: Group(1), counted: vec![(Use(1), pairs.iter().copied().collect())] };
+        let report = |id, pairs: &[usize]| SumReport {
+            sum: id,
+            step: Step(0),
+            group: Group(1),
+            counted: vec![(Use(1), pairs.iter().copied().collect())],
+            losses: pairs.iter().map(|index| (Microbatch(*index as u32), *index as f32)).collect(),
+        };
         assert!(ledger.adopt(A, whole(), &report(sum(1, 1), &[0])));
         assert!(!ledger.adopt(B, whole(), &report(sum(2, 1), &[0, 1])));
         assert!(ledger.is_void(sum(2, 1)));
         assert!(ledger.adopt(B, whole(), &report(sum(2, 2), &[1])));
         assert!(ledger.is_complete(Group(1)));
+        // What is shown of the step is over the whole batch, not only over what is reported again.
+        assert_eq!(ledger.loss(), 0.5);
     }
 }

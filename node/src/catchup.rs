@@ -218,7 +218,8 @@ impl Node {
             return source.holders.iter().copied().filter(|node| *node != me).collect();
         }
         let Some(run) = &self.run else { return Vec::new() };
-        let hosts = self.placement.active().filter(|seat| seat.node != me && run.structure.groups_of(seat.span).contains(&group));
+        // A silent donor would only be waited for.
+        let hosts = self.placement.active().filter(|seat| seat.node != me && !seat.suspect && run.structure.groups_of(seat.span).contains(&group));
         hosts.map(|seat| seat.node).collect()
     }
 

@@ -105,8 +105,16 @@ impl Host {
                 step: record.step,
                 group: record.group,
                 counted: record.counted.iter().map(|(one, pairs)| (*one, pairs.clone())).collect(),
+                losses: self.losses_in(*sum, record.group),
             })
             .collect()
+    }
+
+    /// Losses of the microbatches that count in a sum of the head's own group; a hello must stay
+    /// small, so other sums do not repeat them.
+    fn losses_in(&self, sum: SumId, group: Group) -> Vec<(Microbatch, f32)> {
+        let counted = self.entries.iter().filter(|(key, entry)| key.span.end.0 == group.0 + 1 && entry.counted.values().any(|of| *of == sum));
+        counted.filter_map(|(key, entry)| Some((key.microbatch, entry.loss?))).collect()
     }
 
     /// How many (use, microbatch) pairs a sum holds.

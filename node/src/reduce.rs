@@ -390,7 +390,7 @@ impl Node {
         let holders: Vec<NodeId> = self
             .placement
             .active()
-            .filter(|seat| seat.node != me && self.run.as_ref().is_some_and(|run| run.structure.groups_of(seat.span).contains(&key.group)))
+            .filter(|seat| seat.node != me && !seat.suspect && self.run.as_ref().is_some_and(|run| run.structure.groups_of(seat.span).contains(&key.group)))
             .map(|seat| seat.node)
             .collect();
         let again = self.now + FETCH_AGAIN_AFTER;

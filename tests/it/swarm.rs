@@ -139,6 +139,10 @@ fn the_coordinator_may_die_at_every_operation_of_its_log() {
             assert!(ending.killed);
             finished(&ending, &format!("operation {operation}, durable {durable}"));
             assert_eq!(ending.commits as u64, STEPS, "no committed step is lost or done again (operation {operation}, durable {durable})");
+            for (step, loss) in &ending.losses {
+                let expected = undisturbed.losses.iter().find(|(of, _)| of == step).expect("the same steps").1;
+                assert!((loss - expected).abs() < 1e-4, "step {step} shows {loss}, not {expected} (operation {operation}, durable {durable})");
+            }
         }
     }
 }

@@ -139,7 +139,7 @@ pub struct Capability {
 }
 
 /// One sum as its holder knows it.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
 pub struct SumReport {
     /// The sum.
     pub sum: SumId,
@@ -149,6 +149,9 @@ pub struct SumReport {
     pub group: Group,
     /// Per use, the microbatches counted in it.
     pub counted: Vec<(Use, BitSet)>,
+    /// Losses of microbatches counted in it, where the holder's span has the head: what a
+    /// coordinator that has restarted shows for the step.
+    pub losses: Vec<(Microbatch, f32)>,
 }
 
 /// One group's state on a node's disk.

@@ -72,7 +72,7 @@ fn to_coordinator() -> Vec<(&'static str, ToCoordinator)> {
         timeline: Timeline(2),
         span: Some(Span::new(0, 3)),
         versions_held: vec![(GROUP, VERSION)],
-        sums: vec![SumReport { sum: SUM, step: Step(0x0102), group: GROUP, counted: vec![(Use(1), set(&[0, 65]))] }],
+        sums: vec![SumReport { sum: SUM, step: Step(0x0102), group: GROUP, counted: vec![(Use(1), set(&[0, 65]))], losses: vec![(Microbatch(65), 4.5)] }],
         shards: vec![shard()],
         commits: vec![commit()],
     };
