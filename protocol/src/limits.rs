@@ -54,6 +54,10 @@ pub const ENGINE_QUEUE: usize = 2;
 pub const POOLED_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Receive window of one data connection in bytes.
 pub const LINK_WINDOW_BYTES: u32 = 32 * 1024 * 1024;
+/// What the system is asked to hold of datagrams that the process has not taken yet. Where computing
+/// keeps all cores busy the process takes them late, and what does not fit is lost and sent again
+/// after tens of milliseconds. The system may allow less.
+pub const SOCKET_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// Streams that a peer may have open at once on one data connection.
 pub const LINK_STREAMS_MAX: u32 = 256;
 /// A handshake, or the header of a frame, takes at most so long.

@@ -185,6 +185,30 @@ pub enum Task {
     },
 }
 
+impl Task {
+    /// What it is, for logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Reset => "reset",
+            Self::Draw { .. } => "draw",
+            Self::Install { .. } => "install",
+            Self::Forget { .. } => "forget",
+            Self::Forward { .. } => "forward",
+            Self::Backward { .. } => "backward",
+            Self::Add { .. } => "add",
+            Self::Discard { .. } => "discard",
+            Self::DropSums { .. } => "drop sums",
+            Self::EncodeChunk { .. } => "encode chunk",
+            Self::ReduceChunk { .. } => "reduce chunk",
+            Self::StoreChunk { .. } => "store chunk",
+            Self::DropReduction { .. } => "drop reduction",
+            Self::Apply { .. } => "apply",
+            Self::Retire { .. } => "retire",
+            Self::TakeSnapshot { .. } => "take snapshot",
+        }
+    }
+}
+
 /// One contribution to a chunk.
 #[derive(Clone, Debug)]
 pub enum Part {

@@ -92,6 +92,7 @@ fn run<E: Engine>(make: impl FnOnce() -> Result<E, EngineError>, share: f64, que
         let received = Instant::now();
         spent.wait += (received - idle_since).as_secs_f64();
         let kind = Kind::of(&task);
+        let name = task.name();
         if kind == Kind::Compute && rest_until > received {
             std::thread::sleep(rest_until - received);
             spent.share += (rest_until - received).as_secs_f64();
@@ -103,6 +104,7 @@ fn run<E: Engine>(make: impl FnOnce() -> Result<E, EngineError>, share: f64, que
             rest_until = Instant::now() + rest(took, share);
         }
         kind.book(&mut spent, took);
+        tracing::trace!(target: "skein_node::time", task = name, waited = (received - idle_since).as_secs_f64(), took = took.as_secs_f64());
         if answers.blocking_send(Answer::Outcome(outcome)).is_err() {
             return;
         }

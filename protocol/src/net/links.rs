@@ -172,6 +172,9 @@ impl Links {
             }
         };
         let socket = std::net::UdpSocket::bind(settings.listen).map_err(refused)?;
+        // The system gives as much of it as it allows.
+        let buffers = socket2::SockRef::from(&socket);
+        let _ = buffers.set_recv_buffer_size(limits::SOCKET_BUFFER_BYTES).and_then(|()| buffers.set_send_buffer_size(limits::SOCKET_BUFFER_BYTES));
         let local = socket.local_addr().map_err(refused)?;
         let server = quinn::ServerConfig::clone(&servers[1]);
         let endpoint = Endpoint::new(tls.endpoint()?, Some(server), socket, Arc::new(TokioRuntime)).map_err(refused)?;
