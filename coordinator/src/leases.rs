@@ -136,6 +136,7 @@ impl Coordinator {
         }
         let Some(open) = &self.open else { return };
         let window = self.hops() + 1;
+        let feeders = self.feeders().len();
         let mut grants: BTreeMap<NodeId, Vec<Grant>> = BTreeMap::new();
         while !self.leases.queue.is_empty() {
             let Some(feeder) = self.next_feeder(window) else { break };
@@ -145,7 +146,7 @@ impl Coordinator {
                 continue;
             }
             self.leases.number += 1;
-            let grant = Grant { microbatch, lease: self.leases.number, mask: mask.clone(), holders: open.ledger.holders(microbatch) };
+            let grant = Grant { microbatch, lease: self.leases.number, mask: mask.clone(), holders: open.ledger.holders(microbatch), last: self.leases.queue.len() < feeders };
             self.leases.held.insert(microbatch, Lease { feeder, mask, since: self.now });
             grants.entry(feeder).or_default().push(grant);
         }

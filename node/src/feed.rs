@@ -85,10 +85,15 @@ impl Node {
         let structure = &self.run.as_ref()?.structure;
         let flight = self.feed.flights.get(&microbatch)?;
         let blocks = u16::try_from(structure.blocks()).expect("checked when built");
+        // Feeders know nothing of each other's flights: an order of its own for each keeps them from
+        // all favouring the same host.
+        let turn = self.placement.replicas(Block(0)).position(|seat| seat.node == self.settings.id).unwrap_or(0);
         let mut hops: Vec<Hop> = Vec::new();
         let mut block = Block(0);
         while block.0 < blocks {
-            let usable: Vec<_> = self.placement.replicas(block).filter(|seat| !seat.suspect && !flight.avoid.contains(&seat.node)).collect();
+            let mut usable: Vec<_> = self.placement.replicas(block).filter(|seat| !seat.suspect && !flight.avoid.contains(&seat.node)).collect();
+            let first = turn.checked_rem(usable.len())?;
+            usable.rotate_left(first);
             // Whoever computed these blocks before may still hold what came of it: where its
             // count stands, nothing is computed again.
             let held = flight.grant.holders.iter().find(|(span, node)| {
@@ -104,16 +109,13 @@ impl Node {
             } else {
                 let candidates: Vec<Candidate> =
                     usable.iter().map(|seat| Candidate { node: seat.node, rate: f64::from(seat.rate), in_flight: self.feed.in_flight(seat.node) }).collect();
-                if candidates.is_empty() {
-                    return None;
-                }
                 let seat = usable[self.feed.policy.choose(&candidates)];
                 Hop { node: seat.node, span: Span { first: block, end: seat.span.end } }
             };
             block = hop.span.end;
             hops.push(hop);
         }
-        Some(Route { feeder: self.settings.id, hops })
+        Some(Route { feeder: self.settings.id, hops, last: flight.grant.last })
     }
 
     /// The first hop says that the backward pass has come through.

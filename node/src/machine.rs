@@ -301,6 +301,7 @@ impl Node {
         match outcome {
             Outcome::Finished => {}
             Outcome::Forwarded { key, output, loss } => self.forwarded(key, output, loss, actions),
+            Outcome::InputGradient { key, gradient } => self.input_gradient_made(key, gradient, actions),
             Outcome::Backwarded { key, gradient, uses } => self.backwarded(key, gradient, &uses, actions),
             Outcome::Added { key: _ } => {}
             Outcome::Encoded { key, chunk, payload } => self.encoded(key, chunk, payload, actions),
@@ -339,7 +340,7 @@ impl TaskQueue {
     pub(crate) fn push(&mut self, task: Task) {
         match task {
             Task::Forward { .. } => self.forward.push_back(task),
-            Task::Backward { .. } => self.backward.push_back(task),
+            Task::InputGradient { .. } | Task::Backward { .. } => self.backward.push_back(task),
             Task::Reset => {
                 self.forward.clear();
                 self.backward.clear();
@@ -364,11 +365,11 @@ impl TaskQueue {
 
     /// Queues a backward that needs the forward of the same work to come first. At the head both
     /// are queued at once; they go to the engine as a pair, so no other graph is kept meanwhile.
-    pub(crate) fn push_behind_forward(&mut self, key: WorkKey, task: Task) {
+    pub(crate) fn push_behind_forward(&mut self, key: WorkKey, tasks: impl IntoIterator<Item = Task>) {
         let behind = self.forward.iter().position(|queued| matches!(queued, Task::Forward { key: of, .. } if *of == key));
         match behind {
-            Some(index) => self.forward.insert(index + 1, task),
-            None => self.backward.push_back(task),
+            Some(index) => (index + 1..).zip(tasks).for_each(|(index, task)| self.forward.insert(index, task)),
+            None => self.backward.extend(tasks),
         }
     }
 

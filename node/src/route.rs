@@ -17,11 +17,12 @@ pub struct Candidate {
 
 /// Chooses hosts.
 pub trait RoutePolicy: Send {
-    /// The index of the candidate to take. Candidates are in ascending order of node and at least one.
+    /// The index of the candidate to take. There is at least one; the order is the feeder's own.
     fn choose(&mut self, candidates: &[Candidate]) -> usize;
 }
 
-/// Least expected completion time: (microbatches in flight + 1) / rate; ties go to the first.
+/// Least expected completion time: (microbatches in flight + 1) / rate. Rates are measured under
+/// noise: whoever comes within a tenth of the best is as good, and the first of them is taken.
 /// Unknown rates count as the mean of the known ones.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LeastCompletion;
@@ -30,8 +31,8 @@ impl RoutePolicy for LeastCompletion {
     fn choose(&mut self, candidates: &[Candidate]) -> usize {
         let mean = mean_rate(candidates);
         let expected = |candidate: &Candidate| (candidate.in_flight + 1) as f64 / known(candidate.rate, mean);
-        let best = candidates.iter().enumerate().min_by(|(_, a), (_, b)| expected(a).total_cmp(&expected(b)));
-        best.map_or(0, |(index, _)| index)
+        let best = candidates.iter().map(expected).fold(f64::INFINITY, f64::min);
+        candidates.iter().position(|candidate| expected(candidate) <= best * 1.1).unwrap_or(0)
     }
 }
 
@@ -79,6 +80,7 @@ mod tests {
         let mut policy = LeastCompletion;
         assert_eq!(policy.choose(&[candidate(1, 1.0, 0), candidate(2, 3.0, 1)]), 1);
         assert_eq!(policy.choose(&[candidate(1, 1.0, 0), candidate(2, 3.0, 3)]), 0);
+        assert_eq!(policy.choose(&[candidate(2, 1.0, 1), candidate(1, 1.05, 1)]), 0, "as good as equal");
     }
 
     #[test]

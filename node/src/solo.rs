@@ -101,7 +101,7 @@ impl<E: Engine> Stepper<'_, E> {
         let encode = skein_protocol::codec::Codec::None;
         let outcome = self.ask(Task::Forward { key, input: None, encode, keep_graph: true })?;
         let Outcome::Forwarded { loss: Some(loss), .. } = outcome else { return Err(self.unexpected("forward", &outcome)) };
-        self.ask(Task::Backward { key, input: None, gradient: None, encode })?;
+        self.ask(Task::Backward { key, input: None, gradient: None, encode: None })?;
         let uses = (0..u16::try_from(self.structure.uses.len()).expect("a model has fewer than 65536 uses")).map(Use);
         let sums = uses.map(|one| (one, self.sum(self.structure.group_of(one)))).collect();
         self.ask(Task::Add { key, sums })?;

@@ -518,6 +518,7 @@ fn reads(task: &Task) -> Option<(ReductionKey, Vec<SumId>)> {
         | Task::Install { .. }
         | Task::Forget { .. }
         | Task::Forward { .. }
+        | Task::InputGradient { .. }
         | Task::Backward { .. }
         | Task::Add { .. }
         | Task::Discard { .. }
@@ -532,7 +533,7 @@ fn reads(task: &Task) -> Option<(ReductionKey, Vec<SumId>)> {
 
 fn duration(task: &Task, speed: f64) -> Duration {
     let blocks = match task {
-        Task::Forward { key, .. } => key.span.len() as f64,
+        Task::Forward { key, .. } | Task::InputGradient { key, .. } => key.span.len() as f64,
         Task::Backward { key, .. } => 2.0 * key.span.len() as f64,
         Task::Apply { .. } | Task::TakeSnapshot { .. } | Task::Install { .. } => 0.5,
         Task::Reset

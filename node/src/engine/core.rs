@@ -47,6 +47,10 @@ pub trait Compute {
     /// is none and the loss is some if it ends with the head.
     fn forward(&mut self, weights: &Weights<'_>, work: Work, input: Option<&[f32]>) -> Result<Forward<Self::Graph>, EngineError>;
 
+    /// Computes only the gradient of the boundary before a span that does not begin with the
+    /// embedding, and leaves the graph for [`backward`](Self::backward), which makes the same bits.
+    fn input_gradient(&mut self, graph: &Self::Graph, gradient: Option<&[f32]>) -> Result<Vec<f32>, EngineError>;
+
     /// Computes a span backward from a kept graph. `gradient` is none if the span ends with the head.
     fn backward(&mut self, graph: Self::Graph, gradient: Option<&[f32]>) -> Result<Backward<Self::Gradients>, EngineError>;
 }
@@ -229,6 +233,7 @@ impl<C: Compute> Core<C> {
             Task::Install { snapshot } => self.install(&snapshot)?,
             Task::Forget { groups } => self.forget(&groups),
             Task::Forward { key, input, encode, keep_graph } => return self.forward(key, input.as_ref(), encode, keep_graph),
+            Task::InputGradient { key, input, gradient, encode } => return self.input_gradient(key, input.as_ref(), gradient.as_ref(), encode),
             Task::Backward { key, input, gradient, encode } => return self.backward(key, input.as_ref(), gradient.as_ref(), encode),
             Task::Add { key, sums } => return self.add(key, sums),
             Task::Discard { key } => self.works.discard(key),
@@ -280,7 +285,9 @@ impl<C: Compute> Engine for Core<C> {
 /// What a task is part of.
 fn about(task: &Task) -> About {
     match task {
-        Task::Forward { key, .. } | Task::Backward { key, .. } | Task::Add { key, .. } | Task::Discard { key } => About::Work(*key),
+        Task::Forward { key, .. } | Task::InputGradient { key, .. } | Task::Backward { key, .. } | Task::Add { key, .. } | Task::Discard { key } => {
+            About::Work(*key)
+        }
         Task::EncodeChunk { key, chunk, .. } | Task::ReduceChunk { key, chunk, .. } | Task::StoreChunk { key, chunk, .. } => About::Reduction(*key, *chunk),
         Task::Install { snapshot } => About::State(snapshot.group),
         Task::TakeSnapshot { group, .. } => About::State(*group),

@@ -97,6 +97,19 @@ pub enum Task {
         /// Whether to keep the graph; else backward recomputes from the input.
         keep_graph: bool,
     },
+    /// Compute only the gradient of a span's input, ahead of the [`Task::Backward`] that follows: it
+    /// costs half of that and lets the host before go on. Needs a span that does not begin with the
+    /// embedding.
+    InputGradient {
+        /// The work.
+        key: WorkKey,
+        /// The boundary tensor before the span, for recomputation where no graph was kept.
+        input: Option<Payload>,
+        /// Gradient of the boundary after the span; none if the span ends with the head.
+        gradient: Option<Payload>,
+        /// How to encode the gradient of the boundary before the span.
+        encode: Codec,
+    },
     /// Compute a span backward. The gradient of each use waits in scratch under `key`.
     Backward {
         /// The work.
@@ -105,8 +118,8 @@ pub enum Task {
         input: Option<Payload>,
         /// Gradient of the boundary after the span; none if the span ends with the head.
         gradient: Option<Payload>,
-        /// How to encode the gradient of the boundary before the span; it is not made if the span begins with the embedding.
-        encode: Codec,
+        /// How to encode the gradient of the boundary before the span; none if it is not wanted or the span begins with the embedding.
+        encode: Option<Codec>,
     },
     /// Add the scratch gradients of some uses to sums, which are made where they do not exist. What
     /// was added leaves the scratch; the rest stays until it is added or discarded.
@@ -194,6 +207,7 @@ impl Task {
             Self::Install { .. } => "install",
             Self::Forget { .. } => "forget",
             Self::Forward { .. } => "forward",
+            Self::InputGradient { .. } => "input gradient",
             Self::Backward { .. } => "backward",
             Self::Add { .. } => "add",
             Self::Discard { .. } => "discard",
@@ -231,6 +245,13 @@ pub enum Outcome {
         output: Option<Payload>,
         /// Mean loss in nats a token, at the head.
         loss: Option<f32>,
+    },
+    /// [`Task::InputGradient`]
+    InputGradient {
+        /// The work.
+        key: WorkKey,
+        /// Gradient of the boundary before the span.
+        gradient: Payload,
     },
     /// [`Task::Backward`]
     Backwarded {

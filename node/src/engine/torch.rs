@@ -128,6 +128,15 @@ impl Compute for Torch {
         Ok(Forward { graph: Graph { blocks }, output, loss })
     }
 
+    fn input_gradient(&mut self, graph: &Graph, gradient: Option<&[f32]>) -> Result<Vec<f32>, EngineError> {
+        let mut gradient = gradient.map(|values| self.boundary(values)).transpose()?;
+        for block in graph.blocks.iter().rev() {
+            let input = block.input.as_ref().ok_or_else(|| EngineError::Device("the gradient of tokens was asked for".to_owned()))?;
+            gradient = Tensor::f_run_backward(&[block.root(gradient.as_ref())?], &[input], true, false)?.pop();
+        }
+        gradient.as_ref().map_or_else(|| Err(EngineError::Device("autograd gave no gradient".to_owned())), to_host)
+    }
+
     fn backward(&mut self, graph: Graph, gradient: Option<&[f32]>) -> Result<Backward<TorchGradients>, EngineError> {
         let mut gradient = gradient.map(|values| self.boundary(values)).transpose()?;
         let mut gradients = TorchGradients { uses: BTreeMap::new(), finite: true };
@@ -163,12 +172,8 @@ struct BlockGraph {
 impl BlockGraph {
     /// Computes the gradients of the block's weights and input, given that of its output; none stands for a loss's 1.
     fn backward(self, gradient: Option<&Tensor>, gradients: &mut TorchGradients) -> Result<Option<Tensor>, EngineError> {
-        let Self { leaves, input, output } = self;
-        // The derivative of the product with a constant is that constant, bit for bit.
-        let root = match gradient {
-            Some(gradient) => output.f_view([-1])?.f_dot(&gradient.f_view([-1])?)?,
-            None => output,
-        };
+        let root = self.root(gradient)?;
+        let Self { leaves, input, output: _ } = self;
         let sources: Vec<&Tensor> = leaves.tensors.iter().chain(&input).collect();
         let mut made = Tensor::f_run_backward(&[root], &sources, false, false)?;
         let below = if input.is_some() { made.pop() } else { None };
@@ -179,6 +184,15 @@ impl BlockGraph {
             gradients.uses.entry(one).or_default().push((offset, tensor));
         }
         Ok(below)
+    }
+
+    /// The scalar whose gradients are wanted.
+    fn root(&self, gradient: Option<&Tensor>) -> Result<Tensor, EngineError> {
+        match gradient {
+            // The derivative of the product with a constant is that constant, bit for bit.
+            Some(gradient) => Ok(self.output.f_view([-1])?.f_dot(&gradient.f_view([-1])?)?),
+            None => Ok(self.output.shallow_clone()),
+        }
     }
 }
 

@@ -312,6 +312,11 @@ impl Compute for Toy {
         Ok(Forward { graph: ToyGraph { blocks }, output, loss })
     }
 
+    fn input_gradient(&mut self, graph: &ToyGraph, gradient: Option<&[f32]>) -> Result<Vec<f32>, EngineError> {
+        let above = gradient.unwrap_or_default().to_vec();
+        Ok(graph.blocks.iter().rev().fold(above, |gradient, (_, saved)| self.block_backward(saved, &gradient).0))
+    }
+
     fn backward(&mut self, graph: ToyGraph, gradient: Option<&[f32]>) -> Result<Backward<ToyGradients>, EngineError> {
         let mut gradient = gradient.unwrap_or_default().to_vec();
         let mut uses = Vec::new();

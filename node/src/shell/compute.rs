@@ -131,7 +131,7 @@ enum Kind {
 impl Kind {
     fn of(task: &Task) -> Self {
         match task {
-            Task::Forward { .. } | Task::Backward { .. } => Self::Compute,
+            Task::Forward { .. } | Task::InputGradient { .. } | Task::Backward { .. } => Self::Compute,
             Task::EncodeChunk { .. } | Task::ReduceChunk { .. } | Task::StoreChunk { .. } => Self::Reduce,
             Task::Add { .. } => Self::Add,
             Task::Apply { .. } => Self::Optimizer,

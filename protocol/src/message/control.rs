@@ -301,6 +301,8 @@ pub struct Grant {
     pub mask: BitSet,
     /// Hosts that computed parts of it before and may still hold them.
     pub holders: Vec<(Span, NodeId)>,
+    /// Whether too little of the step waits behind it for every feeder to get one more.
+    pub last: bool,
 }
 
 /// The ledger's answer to one [`Done`].

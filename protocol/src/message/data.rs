@@ -38,6 +38,8 @@ pub struct Route {
     pub feeder: NodeId,
     /// The hops.
     pub hops: Vec<Hop>,
+    /// Whether no more of the step is to come behind it: hosts then hurry for the ones before them.
+    pub last: bool,
 }
 
 /// Which way and try of a microbatch a message belongs to.

@@ -106,7 +106,7 @@ fn from_coordinator() -> Vec<(&'static str, FromCoordinator)> {
         retired: Some(Step(0x0100)),
         checkpoint: Some((VERSION, vec![(GROUP, hash(3))])),
     };
-    let grant = Grant { microbatch: Microbatch(7), lease: 4, mask: set(&[2]), holders: vec![(Span::new(0, 3), node(1))] };
+    let grant = Grant { microbatch: Microbatch(7), lease: 4, mask: set(&[2]), holders: vec![(Span::new(0, 3), node(1))], last: true };
     let verdict = Verdict { microbatch: Microbatch(7), counted: set(&[1]), dropped: set(&[2]) };
     let seal = Seal {
         fence: FENCE,
@@ -138,7 +138,7 @@ fn from_coordinator() -> Vec<(&'static str, FromCoordinator)> {
 fn frames() -> Vec<(&'static str, Frame)> {
     let tensor = |codec: Codec| Payload { meta: TensorMeta { len: 2, codec }, bytes: Bytes::from(vec![0x3f; codec.byte_len(2)]) };
     let hop = |byte, first| Hop { node: node(byte), span: Span::new(first, first + 2) };
-    let route = Route { feeder: node(3), hops: vec![hop(1, 0), hop(2, 2)] };
+    let route = Route { feeder: node(3), hops: vec![hop(1, 0), hop(2, 2)], last: false };
     let forward = PeerMessage::Forward { work: WORK, mask: set(&[0, 1, 3]), route, hop: 1 };
     let with = |message, payload| Frame { message, payload: Some(payload) };
     vec![

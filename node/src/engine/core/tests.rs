@@ -48,7 +48,7 @@ fn forward(core: &mut Core<Toy>, key: WorkKey, keep_graph: bool) -> Outcome {
 }
 
 fn backward(core: &mut Core<Toy>, key: WorkKey) -> Outcome {
-    core.run(Task::Backward { key, input: None, gradient: None, encode: Codec::None })
+    core.run(Task::Backward { key, input: None, gradient: None, encode: Some(Codec::None) })
 }
 
 /// Each use into the sum numbered like its group, plus `offset`.
@@ -122,11 +122,14 @@ fn spans_pass_boundaries_and_gradients_as_payloads() {
     let Outcome::Forwarded { output: Some(boundary), loss: None, .. } = forward(&mut core, first, true) else { panic!("no boundary") };
     let forward = Task::Forward { key: second, input: Some(boundary.clone()), encode: Codec::None, keep_graph: false };
     assert!(matches!(core.run(forward), Outcome::Forwarded { output: None, loss: Some(_), .. }));
-    let again = |input| Task::Backward { key: second, input, gradient: None, encode: Codec::None };
+    let again = |input| Task::Backward { key: second, input, gradient: None, encode: Some(Codec::None) };
     assert_eq!(error(core.run(again(None))), absent("input of blocks 2-3"));
+    let ahead = Task::InputGradient { key: second, input: Some(boundary.clone()), gradient: None, encode: Codec::None };
+    let Outcome::InputGradient { gradient: ahead, .. } = core.run(ahead) else { panic!("no gradient ahead") };
     let Outcome::Backwarded { gradient, uses, .. } = core.run(again(Some(boundary))) else { panic!("no gradient") };
     assert_eq!(uses.iter().collect::<Vec<_>>(), [2, 3, 4]);
-    let backward = |gradient| Task::Backward { key: first, input: None, gradient, encode: Codec::None };
+    assert_eq!(gradient.as_ref(), Some(&ahead));
+    let backward = |gradient| Task::Backward { key: first, input: None, gradient, encode: None };
     assert_eq!(error(core.run(backward(None))), absent("gradient of the output of blocks 0-1"));
     assert!(matches!(core.run(backward(gradient)), Outcome::Backwarded { gradient: None, .. }));
     // Cut or uncut, the sums are the same bits.

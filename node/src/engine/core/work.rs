@@ -118,29 +118,48 @@ impl<C: Compute> Core<C> {
         Ok(Outcome::Forwarded { key, output, loss })
     }
 
-    pub(super) fn backward(&mut self, key: WorkKey, input: Option<&Payload>, gradient: Option<&Payload>, codec: Codec) -> Result<Outcome, EngineError> {
-        self.check_span(key.span)?;
-        let at_head = self.ends_with_head(key.span);
-        if !at_head {
-            let payload = gradient.ok_or_else(|| absent(format!("gradient of the output of blocks {}", key.span)))?;
-            decode("the gradient of a span's output", payload, &mut self.desk.gradient)?;
-        }
-        let graph = match self.works.take_graph(key) {
-            Some(graph) => graph,
-            None => self.compute_forward(key, input)?.graph,
-        };
-        let made = self.compute.backward(graph, (!at_head).then_some(&*self.desk.gradient))?;
+    pub(super) fn input_gradient(
+        &mut self,
+        key: WorkKey,
+        input: Option<&Payload>,
+        gradient: Option<&Payload>,
+        codec: Codec,
+    ) -> Result<Outcome, EngineError> {
+        let graph = self.graph_for_backward(key, input, gradient)?;
+        let gradient = (!self.ends_with_head(key.span)).then_some(&*self.desk.gradient);
+        let values = self.compute.input_gradient(&graph, gradient)?;
+        self.works.keep_graph(key, graph);
+        Ok(Outcome::InputGradient { key, gradient: encode(&self.bytes, "the gradient of a span's input", codec, &values)? })
+    }
+
+    pub(super) fn backward(&mut self, key: WorkKey, input: Option<&Payload>, gradient: Option<&Payload>, codec: Option<Codec>) -> Result<Outcome, EngineError> {
+        let graph = self.graph_for_backward(key, input, gradient)?;
+        let gradient = (!self.ends_with_head(key.span)).then_some(&*self.desk.gradient);
+        let made = self.compute.backward(graph, gradient)?;
         if !made.gradients.are_finite() {
             return Err(EngineError::NotFinite("a gradient"));
         }
-        let wanted = if key.span.first.0 == 0 { None } else { made.gradient };
-        let gradient = match wanted {
-            Some(values) => Some(encode(&self.bytes, "the gradient of a span's input", codec, &values)?),
-            None => None,
+        let gradient = match (made.gradient, codec) {
+            (Some(values), Some(codec)) => Some(encode(&self.bytes, "the gradient of a span's input", codec, &values)?),
+            _ => None,
         };
         let uses = self.plan.structure.uses_of(key.span);
         self.works.keep_scratch(key, made.gradients, uses.clone());
         Ok(Outcome::Backwarded { key, gradient, uses })
+    }
+
+    /// The graph of a span, computed again if it was not kept. The gradient of the span's output
+    /// lies on the desk, except at the head.
+    fn graph_for_backward(&mut self, key: WorkKey, input: Option<&Payload>, gradient: Option<&Payload>) -> Result<C::Graph, EngineError> {
+        self.check_span(key.span)?;
+        if !self.ends_with_head(key.span) {
+            let payload = gradient.ok_or_else(|| absent(format!("gradient of the output of blocks {}", key.span)))?;
+            decode("the gradient of a span's output", payload, &mut self.desk.gradient)?;
+        }
+        match self.works.take_graph(key) {
+            Some(graph) => Ok(graph),
+            None => Ok(self.compute_forward(key, input)?.graph),
+        }
     }
 
     /// Runs the span forward on the version its step runs on, and checks the form of what comes out.
