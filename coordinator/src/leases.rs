@@ -23,9 +23,12 @@ pub(crate) struct Leases {
     queue: BTreeSet<Microbatch>,
     held: BTreeMap<Microbatch, Lease>,
     number: u32,
-    /// How long a lease usually takes: rises at once, forgets slowly.
-    usual: Duration,
+    /// How long a lease usually takes: rises at once, forgets slowly. None before the first is done.
+    usual: Option<Duration>,
 }
+
+/// How long a lease may take before any has shown how long it takes.
+const UNKNOWN: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Lease {
@@ -36,7 +39,7 @@ struct Lease {
 
 impl Leases {
     pub(crate) fn new() -> Self {
-        Self { queue: BTreeSet::new(), held: BTreeMap::new(), number: 0, usual: Duration::from_secs(30) }
+        Self { queue: BTreeSet::new(), held: BTreeMap::new(), number: 0, usual: None }
     }
 
     /// Begins a step. Lease numbers go on rising, from at least `base`: the newest lease wins.
@@ -67,7 +70,7 @@ impl Leases {
             return None;
         }
         let took = now.since(lease.since);
-        self.usual = took.max(self.usual * 15 / 16);
+        self.usual = Some(self.usual.map_or(took, |usual| took.max(usual * 15 / 16)));
         let feeder = lease.feeder;
         self.held.remove(&microbatch);
         if !missing.is_empty() {
@@ -116,7 +119,7 @@ impl Coordinator {
     }
 
     pub(crate) fn expire_leases(&mut self) {
-        let patience = (self.leases.usual * PATIENCE).max(limits::LEASE);
+        let patience = (self.leases.usual.unwrap_or(UNKNOWN) * PATIENCE).max(limits::LEASE);
         let expired: Vec<(NodeId, Microbatch)> = self
             .leases
             .held
@@ -146,7 +149,13 @@ impl Coordinator {
                 continue;
             }
             self.leases.number += 1;
-            let grant = Grant { microbatch, lease: self.leases.number, mask: mask.clone(), holders: open.ledger.holders(microbatch), last: self.leases.queue.len() < feeders };
+            let grant = Grant {
+                microbatch,
+                lease: self.leases.number,
+                mask: mask.clone(),
+                holders: open.ledger.holders(microbatch),
+                last: self.leases.queue.len() < feeders,
+            };
             self.leases.held.insert(microbatch, Lease { feeder, mask, since: self.now });
             grants.entry(feeder).or_default().push(grant);
         }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use skein_protocol::config::RunConfig;
-use skein_protocol::id::{Fence, Group, NodeId, RunId, Step, Timeline, Version};
+use skein_protocol::id::{Epoch, Fence, Group, NodeId, RunId, Step, Timeline, Version};
 use skein_protocol::limits;
 use skein_protocol::message::control::{FromCoordinator, Shard, ToCoordinator};
 use skein_protocol::model::Structure;
@@ -140,7 +140,8 @@ impl Coordinator {
             now: Time::default(),
             phase: Phase::Waiting { why: "no node has joined yet".to_owned() },
             members: BTreeMap::new(),
-            placement: Placement::default(),
+            // Nodes know epochs of earlier lives: those of this one are higher.
+            placement: Placement { epoch: Epoch(boot << 32), ..Placement::default() },
             chain: Chain::default(),
             open: None,
             closing: None,

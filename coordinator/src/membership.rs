@@ -1,5 +1,6 @@
 //! Who is here: hellos, silence, leases, leaving.
 
+use skein_protocol::config::Mode;
 use skein_protocol::id::{NodeId, Step};
 use skein_protocol::limits;
 use skein_protocol::message::VERSIONS;
@@ -157,10 +158,23 @@ impl Coordinator {
         if items > HELLO_ITEMS_MAX || hello.data_addresses.len() > 16 {
             return Err("the hello is larger than any node's".to_owned());
         }
+        if self.config.run.mode == Mode::Exact {
+            self.same_kind(hello)?;
+        }
         if self.members.len() >= limits::NODES_MAX {
             return Err(format!("the run is full: it has {} nodes", limits::NODES_MAX));
         }
         Ok(())
+    }
+
+    /// In mode `exact` all workers compute equal bits, as far as their probes show.
+    fn same_kind(&self, hello: &Hello) -> Result<(), String> {
+        let mut workers = self.members.iter().filter(|(_, member)| member.role == Role::Worker);
+        let other = workers.find(|(_, member)| member.capability.fingerprint != hello.capability.fingerprint);
+        match other.filter(|_| hello.role == Role::Worker) {
+            Some((node, _)) => Err(format!("mode exact needs one kind of device: this one does not compute the same bits as that of {}", node.short())),
+            None => Ok(()),
+        }
     }
 
     /// Whether the node still is the process that held its seat: it reports the span's state.

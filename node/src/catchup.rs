@@ -370,12 +370,12 @@ impl Node {
         let mut wanted: BTreeMap<Version, BTreeSet<Group>> = BTreeMap::new();
         for seat in &self.placement.seats {
             if let Standing::Joining { from } = seat.standing {
-                let groups = run.structure.groups_of(seat.span).into_iter().filter(|group| self.catchup.has_group(*group));
-                wanted.entry(from).or_default().extend(groups);
+                wanted.entry(from).or_default().extend(run.structure.groups_of(seat.span));
             }
         }
-        self.catchup.wanted = wanted;
-        let wanted = &self.catchup.wanted;
+        let hosted = |groups: &BTreeSet<Group>| groups.iter().copied().filter(|group| self.catchup.has_group(*group)).collect();
+        self.catchup.wanted = wanted.iter().map(|(version, groups)| (*version, hosted(groups))).collect();
+        // Those read from the disk for others may be of groups that this node does not host.
         self.catchup.snapshots.retain(|(version, group), _| wanted.get(version).is_some_and(|groups| groups.contains(group)));
         self.take_snapshots();
     }
@@ -400,6 +400,10 @@ impl Node {
 
     pub(crate) fn serve_chunk(&mut self, from: NodeId, group: Group, version: Version, chunk: u32, actions: &mut Vec<Action>) {
         let start = chunk as usize * STATE_CHUNK_BYTES;
+        if !self.catchup.snapshots.contains_key(&(version, group)) && self.catchup.shards.contains_key(&(version, group)) {
+            // It was let go meanwhile: read again; the reader asks again.
+            return self.serve_manifest(from, self.timeline(), group, version, actions);
+        }
         let found = self.catchup.snapshots.get(&(version, group)).filter(|snapshot| start < snapshot.bytes.len());
         let frame = match found {
             None => Frame::from(PeerMessage::Unavailable { group, version }),

@@ -1,10 +1,12 @@
 //! The feeder: follows each leased microbatch to its end.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use skein_protocol::id::{Attempt, Block, Fence, Microbatch, NodeId, Span};
-use skein_protocol::message::control::Grant;
+use skein_protocol::message::control::{Grant, ToCoordinator};
 use skein_protocol::message::data::{Frame, Hop, PeerMessage, Route, WorkId};
+use skein_protocol::time::Time;
 
 use crate::machine::{Action, Node};
 use crate::route::{Candidate, LeastCompletion, RoutePolicy};
@@ -14,7 +16,12 @@ pub(crate) struct Feed {
     fence: Fence,
     flights: BTreeMap<Microbatch, Flight>,
     policy: Box<dyn RoutePolicy>,
+    /// When flights without a way are tried again.
+    again: Option<Time>,
 }
+
+/// A host that failed may do better after so long, if there is no other.
+const AGAIN_AFTER: Duration = Duration::from_millis(250);
 
 /// One leased microbatch.
 struct Flight {
@@ -28,13 +35,18 @@ struct Flight {
 
 impl Default for Feed {
     fn default() -> Self {
-        Self { fence: Fence::default(), flights: BTreeMap::new(), policy: Box::new(LeastCompletion) }
+        Self { fence: Fence::default(), flights: BTreeMap::new(), policy: Box::new(LeastCompletion), again: None }
     }
 }
 
 impl Feed {
     pub(crate) fn clear(&mut self) {
         self.flights.clear();
+        self.again = None;
+    }
+
+    pub(crate) fn next_timeout(&self) -> Option<Time> {
+        self.again
     }
 
     fn in_flight(&self, node: NodeId) -> usize {
@@ -45,7 +57,7 @@ impl Feed {
 impl Node {
     /// Microbatches for this feeder. A newer lease of the same microbatch replaces the older one.
     pub(crate) fn leased(&mut self, fence: Fence, grants: Vec<Grant>, actions: &mut Vec<Action>) {
-        if !self.is_current(fence) || fence.step < self.feed.fence.step {
+        if !self.is_current(fence) || fence < self.feed.fence {
             return;
         }
         if fence != self.feed.fence {
@@ -67,9 +79,11 @@ impl Node {
         let Some(route) = self.choose_route(microbatch) else {
             if let Some(flight) = self.feed.flights.get_mut(&microbatch) {
                 flight.route = None;
-                // Whoever failed it may be back when a placement comes.
+                // Whoever failed it may do better next time.
                 flight.avoid.clear();
             }
+            let again = self.now + AGAIN_AFTER;
+            self.feed.again.get_or_insert(again);
             return;
         };
         let fence = self.feed.fence;
@@ -118,6 +132,14 @@ impl Node {
         Some(Route { feeder: self.settings.id, hops, last: flight.grant.last })
     }
 
+    /// Flights that found no way try again.
+    pub(crate) fn feed_timers(&mut self, actions: &mut Vec<Action>) {
+        if self.feed.again.is_some_and(|again| again <= self.now) {
+            self.feed.again = None;
+            self.feed_replaced(actions);
+        }
+    }
+
     /// The first hop says that the backward pass has come through.
     pub(crate) fn flight_finished(&mut self, from: NodeId, work: WorkId) {
         if work.fence != self.feed.fence {
@@ -135,11 +157,20 @@ impl Node {
 
     /// A hop cannot be reached or refuses: only what it would have done is done again, since all
     /// other hosts still hold what came of their hop.
-    pub(crate) fn hop_failed(&mut self, work: WorkId, hop: u16, _refused: bool, actions: &mut Vec<Action>) {
-        let Some(flight) = self.feed.flights.get_mut(&work.microbatch).filter(|flight| work.fence == self.feed.fence && flight.attempt() == work.attempt)
-        else {
+    pub(crate) fn hop_failed(&mut self, work: WorkId, hop: u16, actions: &mut Vec<Action>) {
+        if work.fence != self.feed.fence {
+            return;
+        }
+        let Some(flight) = self.feed.flights.get_mut(&work.microbatch) else {
+            // It came through, and something was lost behind it all the same.
+            if self.session.welcomed {
+                actions.push(Action::Tell(ToCoordinator::Returned { fence: work.fence, leases: vec![(work.microbatch, work.attempt)] }));
+            }
             return;
         };
+        if flight.attempt() != work.attempt {
+            return;
+        }
         if let Some(hop) = flight.route.as_ref().and_then(|route| route.hops.get(usize::from(hop))) {
             flight.avoid.insert(hop.node);
         }

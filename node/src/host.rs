@@ -5,6 +5,7 @@
 //! its hop is redone, whatever the route: its neighbours answer from what they keep.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use skein_protocol::codec::Codec;
 use skein_protocol::id::{Fence, Group, Microbatch, NodeId, Step, SumId, Use};
@@ -12,6 +13,7 @@ use skein_protocol::message::control::{Done, SumReport, ToCoordinator, Verdict};
 use skein_protocol::message::data::{Frame, PeerMessage, Route, WorkId};
 use skein_protocol::set::BitSet;
 use skein_protocol::tensor::Payload;
+use skein_protocol::time::Time;
 
 use crate::engine::{Task, WorkKey};
 use crate::machine::{Action, Node};
@@ -19,6 +21,8 @@ use crate::machine::{Action, Node};
 /// Frames of steps this node has not reached yet that are kept, and the bytes behind them.
 const EARLY_FRAMES_MAX: usize = 4096;
 const EARLY_BYTES_MAX: usize = 256 * 1024 * 1024;
+/// What may have been lost with a link is said again after so long.
+const SAY_AGAIN_AFTER: Duration = Duration::from_millis(250);
 /// Graphs kept at once; beyond that, backward recomputes.
 const GRAPHS_MAX: usize = 16;
 
@@ -34,6 +38,10 @@ pub(crate) struct Host {
     to_report: BTreeSet<WorkKey>,
     /// Work of steps whose version is not here yet.
     early: VecDeque<(NodeId, Frame)>,
+    /// When what a node may have missed over a broken link is said again.
+    say_again: BTreeMap<NodeId, Time>,
+    /// Hops that failed, as their feeders were told.
+    failed: BTreeSet<(NodeId, WorkId, u16)>,
 }
 
 /// What the ledger said of one sum.
@@ -86,7 +94,13 @@ impl Host {
             sums: BTreeMap::new(),
             to_report: BTreeSet::new(),
             early: VecDeque::new(),
+            say_again: BTreeMap::new(),
+            failed: BTreeSet::new(),
         }
+    }
+
+    pub(crate) fn next_timeout(&self) -> Option<Time> {
+        self.say_again.values().min().copied()
     }
 
     pub(crate) fn clear(&mut self) {
@@ -95,6 +109,8 @@ impl Host {
         self.sums.clear();
         self.to_report.clear();
         self.early.clear();
+        self.say_again.clear();
+        self.failed.clear();
     }
 
     /// Live sums and what is counted in them, for the hello.
@@ -142,6 +158,7 @@ impl Host {
     /// Frees what steps up to `step` kept.
     pub(crate) fn retire(&mut self, step: Step) {
         self.entries.retain(|key, _| key.step > step);
+        self.failed.retain(|(_, work, _)| work.fence.step > step);
         self.to_report.retain(|key| key.step > step);
         self.open_sums.retain(|(of, _), _| *of > step);
         self.sums.retain(|_, record| record.step > step);
@@ -227,8 +244,7 @@ impl Node {
             return;
         }
         if !hosted || self.steps.version != Some(work.fence.step.runs_on()) {
-            let message = PeerMessage::HopFailed { work, hop, refused: true };
-            return self.send(route.feeder, Frame::from(message), actions);
+            return self.tell_failed(route.feeder, work, hop, true, actions);
         }
         let key = WorkKey { step: work.fence.step, microbatch: work.microbatch, span: mine.span };
         match self.host.entries.get_mut(&key) {
@@ -304,7 +320,12 @@ impl Node {
     }
 
     fn is_early(&self, work: WorkId) -> bool {
-        self.steps.version.is_none_or(|version| work.fence.step.runs_on() > version)
+        let wanted = work.fence.step.runs_on();
+        match self.steps.version {
+            Some(version) => wanted > version,
+            // A joiner takes part from a version on; work on older ones is not for it.
+            None => self.catchup.from().is_some_and(|from| wanted >= from),
+        }
     }
 
     fn keep_early(&mut self, from: NodeId, message: PeerMessage, payload: Option<Payload>) {
@@ -440,8 +461,12 @@ impl Node {
         let Some(entry) = self.host.entries.remove(&key) else { return };
         self.host.to_report.remove(&key);
         self.queue.push(Task::Discard { key });
-        let message = PeerMessage::HopFailed { work: entry.work, hop: hop_number(entry.hop), refused: true };
-        self.send(entry.route.feeder, Frame::from(message), actions);
+        self.tell_failed(entry.route.feeder, entry.work, hop_number(entry.hop), true, actions);
+    }
+
+    fn tell_failed(&mut self, feeder: NodeId, work: WorkId, hop: u16, refused: bool, actions: &mut Vec<Action>) {
+        self.host.failed.insert((feeder, work, hop));
+        self.send(feeder, Frame::from(PeerMessage::HopFailed { work, hop, refused }), actions);
     }
 
     /// Reports what waits in scratch (rule 1), one message for all that one event brought.
@@ -544,26 +569,42 @@ impl Node {
         self.host.to_report.extend(waiting);
     }
 
-    /// Neighbours that wait behind a dead link get another way from their feeders.
+    /// Neighbours that wait behind a dead link get another way from their feeders. The link may
+    /// also come back, and the feeder be behind it: everything is said again, as markers where the
+    /// tensor may have arrived, until it gets through or the step is retired.
     pub(crate) fn host_link_down(&mut self, node: NodeId, actions: &mut Vec<Action>) {
         let mut failed = Vec::new();
         for entry in self.host.entries.values_mut() {
-            if entry.output_at == Some(node) {
-                entry.output_at = None;
-                if entry.sent_output && entry.next() == Some(node) && entry.gradient.is_none() {
-                    failed.push((entry.route.feeder, entry.work, entry.hop + 1));
-                }
+            if entry.sent_output && entry.next() == Some(node) && entry.gradient.is_none() {
+                entry.sent_output = false;
+                failed.push((entry.route.feeder, entry.work, entry.hop + 1));
             }
-            if entry.gradient_at == Some(node) {
-                entry.gradient_at = None;
-                if entry.previous() == Some(node) {
-                    failed.push((entry.route.feeder, entry.work, entry.hop - 1));
-                }
+            if entry.sent_gradient && entry.previous() == Some(node) {
+                entry.sent_gradient = false;
+                failed.push((entry.route.feeder, entry.work, entry.hop - 1));
+            }
+            if entry.sent_gradient && entry.is_first() && entry.route.feeder == node {
+                entry.sent_gradient = false;
             }
         }
-        for (feeder, work, hop) in failed {
-            let message = PeerMessage::HopFailed { work, hop: hop_number(hop), refused: false };
-            self.send(feeder, Frame::from(message), actions);
+        self.host.say_again.insert(node, self.now + SAY_AGAIN_AFTER);
+        for (feeder, work, hop) in failed.into_iter().filter(|(feeder, _, _)| *feeder != node) {
+            self.tell_failed(feeder, work, hop_number(hop), false, actions);
+        }
+    }
+
+    pub(crate) fn host_timers(&mut self, actions: &mut Vec<Action>) {
+        let due: Vec<NodeId> = self.host.say_again.iter().filter(|(_, at)| **at <= self.now).map(|(node, _)| *node).collect();
+        for node in due {
+            self.host.say_again.remove(&node);
+            let told: Vec<(NodeId, WorkId, u16)> = self.host.failed.iter().filter(|(feeder, _, _)| *feeder == node).copied().collect();
+            for (feeder, work, hop) in told {
+                self.send(feeder, Frame::from(PeerMessage::HopFailed { work, hop, refused: false }), actions);
+            }
+            let keys: Vec<WorkKey> = self.host.entries.keys().copied().collect();
+            for key in keys {
+                self.pass_on(key, actions);
+            }
         }
     }
 }

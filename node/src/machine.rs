@@ -229,7 +229,10 @@ impl Node {
 
     /// When to call with [`Event::Timer`] if nothing else happens.
     pub fn next_timeout(&self) -> Option<Time> {
-        [self.session.next_timeout(), self.catchup.next_timeout(), self.reduce.next_timeout()].into_iter().flatten().min()
+        [self.session.next_timeout(), self.catchup.next_timeout(), self.reduce.next_timeout(), self.feed.next_timeout(), self.host.next_timeout()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// The version that the next step of this node's groups runs on, once it has their state.
@@ -263,6 +266,8 @@ impl Node {
         self.session_timers(actions);
         self.catchup_timers(actions);
         self.reduce_timers(actions);
+        self.feed_timers(actions);
+        self.host_timers(actions);
     }
 
     pub(crate) fn peer(&mut self, from: NodeId, frame: Frame, actions: &mut Vec<Action>) {
@@ -272,7 +277,7 @@ impl Node {
             PeerMessage::Backward { work, hop } => self.backward(from, work, hop, payload, actions),
             PeerMessage::Missing { work, hop, backward } => self.missing(from, work, hop, backward, actions),
             PeerMessage::Finished { work } => self.flight_finished(from, work),
-            PeerMessage::HopFailed { work, hop, refused } => self.hop_failed(work, hop, refused, actions),
+            PeerMessage::HopFailed { work, hop, refused: _ } => self.hop_failed(work, hop, actions),
             PeerMessage::Contribution { fence, group, attempt, chunk } => self.contribution(from, fence, group, attempt, chunk, payload),
             PeerMessage::ReducedChunk { fence, group, attempt, chunk } => self.reduced_chunk(from, fence, group, attempt, chunk, payload),
             PeerMessage::FetchReduced { fence, group, attempt } => self.serve_reduced(from, fence, group, attempt, actions),
@@ -303,7 +308,11 @@ impl Node {
             Outcome::Forwarded { key, output, loss } => self.forwarded(key, output, loss, actions),
             Outcome::InputGradient { key, gradient } => self.input_gradient_made(key, gradient, actions),
             Outcome::Backwarded { key, gradient, uses } => self.backwarded(key, gradient, &uses, actions),
-            Outcome::Added { key: _ } => {}
+            Outcome::Added { clamped: 0, .. } => {}
+            Outcome::Added { key, clamped } => {
+                let line = format!("{clamped} values of the gradient of microbatch {} were clamped to reduce.exact_limit", key.microbatch);
+                actions.push(Action::Report(Report::Trouble(line)));
+            }
             Outcome::Encoded { key, chunk, payload } => self.encoded(key, chunk, payload, actions),
             Outcome::Reduced { key, chunk, payload, hash, squared_norm } => self.chunk_reduced(key, chunk, payload, hash, squared_norm, actions),
             Outcome::Stored { key, chunk, hash } => self.chunk_stored(key, chunk, hash, actions),

@@ -181,7 +181,7 @@ impl Node {
         let me = self.settings.id;
         for owner in reduction.seal.iter().flat_map(|seal| &seal.owners).filter(|owner| owner.node != me && only.is_none_or(|only| only == owner.node)) {
             for chunk in (owner.first.0..owner.end.0).map(Chunk) {
-                self.queue.push(Task::EncodeChunk { key, chunk, sums: reduction.own.clone(), codec: run.config.wire.scatter });
+                self.queue.push(Task::EncodeChunk { key, chunk, sums: reduction.own.clone(), codec: run.config.scatter_codec() });
             }
         }
     }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::codec::Codec;
+use crate::fixed::FixedPoint;
 use crate::id::{Hash, NodeId, RunId, Step};
 use crate::limits;
 use crate::message::control::Scalars;
@@ -60,6 +61,9 @@ pub enum Mode {
     /// Step `s` runs on version `s` of every block.
     #[default]
     Sync,
+    /// `Sync` with sums in fixed point, which do not depend on the order of their terms: the same
+    /// seed gives the same weights, bit for bit, whatever dies or joins, on one kind of device.
+    Exact,
 }
 
 /// `[data]`
@@ -139,16 +143,19 @@ pub struct WireSection {
 }
 
 /// `[reduce]`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReduceSection {
     /// Values of a chunk: the unit of reduction and of norms.
     pub chunk: usize,
+    /// Mode `exact`: the largest magnitude that one value of one microbatch's gradient may have;
+    /// larger ones are clamped, and counted. The smaller it is, the finer the steps of fixed point.
+    pub exact_limit: f64,
 }
 
 impl Default for ReduceSection {
     fn default() -> Self {
-        Self { chunk: 256 * 1024 }
+        Self { chunk: 256 * 1024, exact_limit: 1024.0 }
     }
 }
 
@@ -243,6 +250,27 @@ impl RunConfig {
         RunId(*hasher.finalize().as_bytes())
     }
 
+    /// How contributions travel to the chunk's owner.
+    pub fn scatter_codec(&self) -> Codec {
+        match self.run.mode {
+            Mode::Sync => self.wire.scatter,
+            Mode::Exact => Codec::Fixed,
+        }
+    }
+
+    /// Fixed point of the run's sums in mode `exact`.
+    pub fn fixed_point(&self, structure: &Structure) -> Option<FixedPoint> {
+        let uses = structure.group_ids().map(|group| structure.uses_of_group(group).len()).max().unwrap_or(1);
+        let terms = self.batch.microbatches.saturating_mul(u32::try_from(uses).unwrap_or(u32::MAX));
+        (self.run.mode == Mode::Exact).then(|| FixedPoint::new(terms, self.reduce.exact_limit))
+    }
+
+    /// What every boundary between two blocks is rounded to in mode `exact`, inside a span too, so
+    /// that where the model is cut changes nothing. (In `sync` only what is sent is rounded.)
+    pub fn edge_codec(&self) -> Option<Codec> {
+        (self.run.mode == Mode::Exact && self.wire.boundary != Codec::None).then_some(self.wire.boundary)
+    }
+
     /// Learning rate of `step`: linear warm-up, then cosine from the peak to its final share.
     pub fn learning_rate(&self, step: Step) -> f64 {
         let o = &self.optimizer;
@@ -310,6 +338,13 @@ impl RunConfig {
             self.placement.spans,
             "a span has at least one block, and there are num_hidden_layers + 2",
         )?;
+        let limit = self.reduce.exact_limit;
+        require((1e-6..=1e9).contains(&limit), "reduce.exact_limit", limit, "must be between 1e-6 and 1e9")?;
+        if self.run.mode == Mode::Exact {
+            let lossy = "is not none, and mode exact reduces without loss: leave it out";
+            require(self.wire.scatter == Codec::None, "wire.scatter", "bf16", lossy)?;
+            require(self.wire.gather == Codec::None, "wire.gather", "bf16", lossy)?;
+        }
         let boundary = self.batch.tokens_per_microbatch().saturating_mul(m.hidden_size).saturating_mul(4);
         require(
             boundary <= limits::TENSOR_BYTES_MAX,

@@ -27,6 +27,7 @@
 
 pub mod codec;
 pub mod config;
+pub mod fixed;
 pub mod id;
 pub mod limits;
 pub mod manifest;

@@ -250,6 +250,7 @@ fn codec_tag(codec: Codec) -> u8 {
         Codec::None => 1,
         Codec::Bf16 => 2,
         Codec::Raw => 3,
+        Codec::Fixed => 4,
     }
 }
 
@@ -258,6 +259,7 @@ fn codec_of(tag: u8) -> Result<Codec, WireError> {
         1 => Ok(Codec::None),
         2 => Ok(Codec::Bf16),
         3 => Ok(Codec::Raw),
+        4 => Ok(Codec::Fixed),
         other => Err(WireError::Malformed(format!("codec {other} is unknown"))),
     }
 }

@@ -5,9 +5,15 @@
 //! feature `local`, [`local`] starts one coordinator and several nodes as processes instead, with
 //! proxies between them that lose and cut, shows what happens and stops whatever it started.
 
+mod device;
+#[cfg(feature = "local")]
+pub mod explore;
 pub mod fault;
+pub mod judge;
 #[cfg(feature = "local")]
 pub mod local;
+mod network;
 pub mod oracle;
 pub mod plan;
+pub mod schedule;
 pub mod world;

@@ -9,6 +9,7 @@ use skein_protocol::id::{Group, Hash, NodeId, Version};
 use skein_protocol::time::Time;
 
 use crate::fault::CrashPoint;
+use crate::schedule::Timed;
 
 /// What happens in a run of the world beside training.
 #[derive(Clone, Debug)]
@@ -29,12 +30,33 @@ pub struct Plan {
     pub leaver: Option<(usize, Duration)>,
     /// Kill everything at a time and start it again: the run resumes from disks alone.
     pub blackout: Option<Duration>,
+    /// Of the world's own randomness.
+    pub seed: u64,
+    /// Frames travel up to so much longer.
+    pub jitter: Duration,
+    /// When each node starts; at once where there are fewer.
+    pub starts: Vec<Duration>,
+    /// What goes wrong, and when.
+    pub faults: Vec<Timed>,
 }
 
 impl Plan {
     /// A run on so many nodes of equal speed, undisturbed.
     pub fn new(config: RunConfig, nodes: usize) -> Self {
-        Self { config, speeds: vec![1.0; nodes], node_dies: None, node_returns: None, coordinator_dies_at: None, joiner: None, leaver: None, blackout: None }
+        Self {
+            config,
+            speeds: vec![1.0; nodes],
+            node_dies: None,
+            node_returns: None,
+            coordinator_dies_at: None,
+            joiner: None,
+            leaver: None,
+            blackout: None,
+            seed: 0,
+            jitter: Duration::ZERO,
+            starts: Vec::new(),
+            faults: Vec::new(),
+        }
     }
 }
 
@@ -47,6 +69,10 @@ pub struct Ending {
     pub time: Time,
     /// Root of the state of each group at the end, by node.
     pub roots: BTreeMap<NodeId, BTreeMap<Group, (Version, Hash)>>,
+    /// Root of each group's state in the last checkpoint on the disks.
+    pub saved: BTreeMap<Group, Hash>,
+    /// Faults of the schedule that found somebody to strike.
+    pub faults_struck: usize,
     /// How often each crash point was reached.
     pub reached: BTreeMap<CrashPoint, usize>,
     /// Operations on the coordinator's log.

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use skein_protocol::codec::{Codec, check_finite};
 use skein_protocol::config::{BatchSection, OptimizerSection, RunConfig};
+use skein_protocol::fixed::FixedPoint;
 use skein_protocol::id::{Chunk, Group, Hash, Microbatch, Span, Step, SumId, Use, Version};
 use skein_protocol::model::{GroupLayout, Structure};
 use skein_protocol::tensor::{Payload, PayloadError};
@@ -108,6 +109,8 @@ struct Plan {
     chunk_len: usize,
     seed: u64,
     deviation: f64,
+    /// Mode `exact`: how sums are kept.
+    fixed: Option<FixedPoint>,
 }
 
 impl Plan {
@@ -151,6 +154,10 @@ struct Desk {
     total: AlignedBuffer,
     /// One contribution to it.
     part: AlignedBuffer,
+    /// Mode `exact`: the total of a chunk in fixed point.
+    fixed_total: Vec<i64>,
+    /// Mode `exact`: one gradient before it is added in fixed point.
+    term: AlignedBuffer,
 }
 
 impl<C: Compute> Core<C> {
@@ -162,14 +169,18 @@ impl<C: Compute> Core<C> {
             chunk_len: config.reduce.chunk,
             seed: config.run.seed,
             deviation: config.model.initializer_range,
+            fixed: config.fixed_point(&structure),
             structure,
         };
         let chunk = plan.structure.groups.iter().map(|layout| layout.len.min(plan.chunk_len)).max().unwrap_or_default();
+        let largest = plan.structure.groups.iter().map(|layout| layout.len).max().unwrap_or_default();
         let desk = Desk {
             input: AlignedBuffer::zeroed(plan.boundary_len()),
             gradient: AlignedBuffer::zeroed(plan.boundary_len()),
             total: AlignedBuffer::zeroed(chunk),
             part: AlignedBuffer::zeroed(chunk),
+            fixed_total: vec![0; plan.fixed.map_or(0, |_| chunk)],
+            term: AlignedBuffer::zeroed(plan.fixed.map_or(0, |_| largest)),
         };
         Self {
             compute,
@@ -264,7 +275,7 @@ impl<C: Compute> Core<C> {
     fn retire(&mut self, step: Step) {
         self.works.retire(step);
         for (_, sum) in self.sums.extract_if(.., |_, sum| sum.step <= step) {
-            self.pool.give(sum.buffer);
+            sum.values.give_back(&mut self.pool);
         }
         for (_, reduction) in self.reductions.extract_if(.., |key, _| key.step <= step) {
             self.pool.give(reduction.result);
@@ -316,7 +327,7 @@ fn encode(bytes: &BytePool, what: &'static str, codec: Codec, values: &[f32]) ->
                 return Err(EngineError::NotFinite(what));
             }
         }
-        Codec::Raw => return Err(EngineError::Payload { what, source: PayloadError::NotATensor }),
+        Codec::Fixed | Codec::Raw => return Err(EngineError::Payload { what, source: PayloadError::NotATensor }),
     }
     Ok(bytes.encode(codec, values))
 }

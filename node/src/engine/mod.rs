@@ -41,7 +41,7 @@ pub struct ReductionKey {
 
 /// Immutable state of one group at one version: weights, then each of the optimizer's vectors, as
 /// f32 little endian in the group's layout.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Snapshot {
     /// The group.
     pub group: Group,
@@ -51,6 +51,12 @@ pub struct Snapshot {
     pub bytes: Bytes,
     /// BLAKE3 of each chunk of [`skein_protocol::limits::STATE_CHUNK_BYTES`].
     pub chunks: Vec<Hash>,
+}
+
+impl std::fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Snapshot(group {} at version {}, {:?})", self.group, self.version, self.root())
+    }
 }
 
 impl Snapshot {
@@ -266,6 +272,8 @@ pub enum Outcome {
     Added {
         /// The work.
         key: WorkKey,
+        /// Mode `exact`: values that were larger than the configuration's `reduce.exact_limit`.
+        clamped: u64,
     },
     /// [`Task::EncodeChunk`]
     Encoded {

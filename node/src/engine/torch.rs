@@ -12,10 +12,11 @@ mod tests;
 
 use std::collections::BTreeMap;
 
+use skein_protocol::codec::Codec;
 use skein_protocol::config::{BatchSection, RunConfig};
 use skein_protocol::id::{Block, Use};
 use skein_protocol::model::Structure;
-use tch::{Device, TchError, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use super::core::{Backward, Compute, Forward, Gradients, Weights, Work};
 use super::{EngineError, Samples};
@@ -36,6 +37,8 @@ pub struct Torch {
     batch: BatchSection,
     samples: Box<dyn Samples>,
     device: Device,
+    /// What every boundary between blocks is rounded to.
+    edge: Option<Codec>,
 }
 
 impl Torch {
@@ -46,7 +49,7 @@ impl Torch {
     /// If the device fails.
     pub fn new(config: &RunConfig, samples: Box<dyn Samples>, device: Device) -> Result<Self, EngineError> {
         let model = Llama::new(&config.model, config.batch.length as usize, device)?;
-        Ok(Self { model, structure: config.structure(), batch: config.batch, samples, device })
+        Ok(Self { model, structure: config.structure(), batch: config.batch, samples, device, edge: config.edge_codec() })
     }
 
     /// The weights of one block's uses, in order, as leaves.
@@ -67,6 +70,14 @@ impl Torch {
             }
         }
         Ok(leaves)
+    }
+
+    /// A boundary between blocks, rounded if the run rounds all of them.
+    fn edge(&self, tensor: Tensor) -> Result<Tensor, EngineError> {
+        match self.edge {
+            Some(Codec::Bf16) => Ok(tensor.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float)?),
+            _ => Ok(tensor),
+        }
     }
 
     /// The boundary tensor before a span, as a leaf.
@@ -121,7 +132,7 @@ impl Compute for Torch {
                 output = cross_entropy(&output, targets)?;
                 loss = Some(output.f_double_value(&[])? as f32);
             }
-            boundary = output.f_detach()?;
+            boundary = self.edge(output.f_detach()?)?;
             blocks.push(BlockGraph { leaves, input, output });
         }
         let output = if last { None } else { Some(to_host(&boundary)?) };
@@ -132,7 +143,7 @@ impl Compute for Torch {
         let mut gradient = gradient.map(|values| self.boundary(values)).transpose()?;
         for block in graph.blocks.iter().rev() {
             let input = block.input.as_ref().ok_or_else(|| EngineError::Device("the gradient of tokens was asked for".to_owned()))?;
-            gradient = Tensor::f_run_backward(&[block.root(gradient.as_ref())?], &[input], true, false)?.pop();
+            gradient = Tensor::f_run_backward(&[block.root(gradient.as_ref())?], &[input], true, false)?.pop().map(|made| self.edge(made)).transpose()?;
         }
         gradient.as_ref().map_or_else(|| Err(EngineError::Device("autograd gave no gradient".to_owned())), to_host)
     }
@@ -142,7 +153,7 @@ impl Compute for Torch {
         let mut gradients = TorchGradients { uses: BTreeMap::new(), finite: true };
         // Each block's graph is freed as soon as it is done.
         for block in graph.blocks.into_iter().rev() {
-            gradient = block.backward(gradient.as_ref(), &mut gradients)?;
+            gradient = block.backward(gradient.as_ref(), &mut gradients)?.map(|made| self.edge(made)).transpose()?;
         }
         let gradient = gradient.as_ref().map(to_host).transpose()?;
         Ok(Backward { gradient, gradients })

@@ -42,7 +42,7 @@ pub fn config(layers: usize, tied: bool, microbatches: u32, steps: u64) -> RunCo
         batch: BatchSection { microbatches, sequences: 2, length: 8 },
         optimizer: OptimizerSection { learning_rate: 0.02, warmup_steps: 3, weight_decay: 0.01, ..OptimizerSection::default() },
         wire: WireSection { boundary: Codec::None, scatter: Codec::None, gather: Codec::None },
-        reduce: ReduceSection { chunk: 64 },
+        reduce: ReduceSection { chunk: 64, ..ReduceSection::default() },
         placement: PlacementSection::default(),
         checkpoint: CheckpointSection { every_steps: 2, keep: 2 },
     }
@@ -117,6 +117,7 @@ pub struct Toy {
     tied: bool,
     batch: BatchSection,
     samples: Box<dyn Samples>,
+    edge: Option<Codec>,
 }
 
 /// What one block's backward needs; copies, since the weights may be gone by then.
@@ -168,6 +169,7 @@ impl Toy {
             tied: config.model.tie_word_embeddings,
             batch: config.batch,
             samples,
+            edge: config.edge_codec(),
         }
     }
 
@@ -272,6 +274,16 @@ impl Toy {
         }
     }
 
+    /// A boundary between blocks, rounded if the run rounds all of them.
+    fn edge(&self, mut values: Vec<f32>) -> Result<Vec<f32>, EngineError> {
+        if let Some(codec) = self.edge {
+            let mut bytes = vec![0; codec.byte_len(values.len())];
+            codec.encode(&values, &mut bytes);
+            codec.decode(&bytes, &mut values).map_err(|source| EngineError::Payload { what: "a boundary", source })?;
+        }
+        Ok(values)
+    }
+
     /// The uses of a block in order: its own group's, then the tied embedding's.
     fn uses_of(&self, block: Block) -> impl Iterator<Item = Use> + '_ {
         let indices = self.structure.uses.iter().enumerate().filter(move |(_, (_, used_by))| *used_by == block);
@@ -292,7 +304,7 @@ impl Compute for Toy {
             let own = weights.groups[&Group(block.0)];
             let saved = if block.0 == 0 {
                 let (output, saved) = self.embed(own, pairs.iter().map(|(seen, _)| *seen).collect());
-                x = output;
+                x = self.edge(output)?;
                 saved
             } else if usize::from(block.0) == self.last_block() {
                 let (scale, rest) = own.split_at(self.width);
@@ -303,7 +315,7 @@ impl Compute for Toy {
                 saved
             } else {
                 let (output, saved) = self.residual(own, x);
-                x = output;
+                x = self.edge(output)?;
                 saved
             };
             blocks.push((block, saved));
@@ -314,7 +326,7 @@ impl Compute for Toy {
 
     fn input_gradient(&mut self, graph: &ToyGraph, gradient: Option<&[f32]>) -> Result<Vec<f32>, EngineError> {
         let above = gradient.unwrap_or_default().to_vec();
-        Ok(graph.blocks.iter().rev().fold(above, |gradient, (_, saved)| self.block_backward(saved, &gradient).0))
+        graph.blocks.iter().rev().try_fold(above, |gradient, (_, saved)| self.edge(self.block_backward(saved, &gradient).0))
     }
 
     fn backward(&mut self, graph: ToyGraph, gradient: Option<&[f32]>) -> Result<Backward<ToyGradients>, EngineError> {
@@ -324,7 +336,7 @@ impl Compute for Toy {
         for (block, saved) in graph.blocks.iter().rev() {
             let (before, parameters) = self.block_backward(saved, &gradient);
             uses.extend(self.uses_of(*block).zip(parameters));
-            gradient = before;
+            gradient = self.edge(before)?;
             from_tokens = block.0 == 0;
         }
         Ok(Backward { gradient: (!from_tokens).then_some(gradient), gradients: ToyGradients { uses } })

@@ -20,6 +20,9 @@ pub enum Codec {
     None,
     /// bfloat16, rounded to nearest even: 16 bits a value.
     Bf16,
+    /// Sums in fixed point (mode `exact`), i64 little endian: 64 bits a value. Not to be configured.
+    #[serde(skip)]
+    Fixed,
     /// Bytes that are no tensor (state, data files): 8 bits a value. Not to be configured.
     #[serde(skip)]
     Raw,
@@ -31,6 +34,7 @@ impl Codec {
         match self {
             Self::None => len * 4,
             Self::Bf16 => len * 2,
+            Self::Fixed => len * 8,
             Self::Raw => len,
         }
     }
@@ -44,7 +48,7 @@ impl Codec {
         match self {
             Self::None => none::encode(values, bytes),
             Self::Bf16 => bf16::encode(values, bytes),
-            Self::Raw => unreachable!("raw bytes are never encoded from values"),
+            Self::Fixed | Self::Raw => unreachable!("never encoded from f32 values"),
         }
     }
 
@@ -57,7 +61,7 @@ impl Codec {
             match self {
                 Self::None => none::decode(bytes, values),
                 Self::Bf16 => bf16::decode(bytes, values),
-                Self::Raw => return Err(PayloadError::NotATensor),
+                Self::Fixed | Self::Raw => return Err(PayloadError::NotATensor),
             }
             // At once, while the block is in the cache.
             check_block(index, values)?;
@@ -71,7 +75,7 @@ impl Codec {
         let finite = match self {
             Self::None => none::finite,
             Self::Bf16 => bf16::finite,
-            Self::Raw => return Err(PayloadError::NotATensor),
+            Self::Fixed | Self::Raw => return Err(PayloadError::NotATensor),
         };
         // All of it before the first addition.
         if let Some(block) = bytes.chunks(self.byte_len(BLOCK)).position(|bytes| !finite(bytes)) {
@@ -82,13 +86,13 @@ impl Codec {
         match self {
             Self::None => none::add(bytes, sums),
             Self::Bf16 => bf16::add(bytes, sums),
-            Self::Raw => return Err(PayloadError::NotATensor),
+            Self::Fixed | Self::Raw => return Err(PayloadError::NotATensor),
         }
         Ok(())
     }
 
     fn check(self, bytes: &[u8], len: usize) -> Result<(), PayloadError> {
-        if self == Self::Raw {
+        if matches!(self, Self::Fixed | Self::Raw) {
             return Err(PayloadError::NotATensor);
         }
         let expected = self.byte_len(len);
@@ -138,7 +142,9 @@ mod tests {
                 assert_eq!(sums, vec![5.0; len]);
             }
         }
-        assert_eq!(Codec::Raw.decode(&[], &mut []), Err(PayloadError::NotATensor));
+        for codec in [Codec::Raw, Codec::Fixed] {
+            assert_eq!(codec.decode(&[], &mut []), Err(PayloadError::NotATensor));
+        }
         assert_eq!(Codec::Raw.decode_add(&[0; 4], &mut [0.0; 4]), Err(PayloadError::NotATensor));
     }
 

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use skein_protocol::codec::Codec;
+use skein_protocol::fixed;
 use skein_protocol::limits::POOLED_BYTES_MAX;
 use skein_protocol::tensor::{Payload, TensorMeta};
 
@@ -53,6 +54,7 @@ impl DerefMut for AlignedBuffer {
 #[derive(Default)]
 pub(super) struct BufferPool {
     free: BTreeMap<usize, Vec<AlignedBuffer>>,
+    free_fixed: BTreeMap<usize, Vec<Vec<i64>>>,
 }
 
 impl BufferPool {
@@ -66,9 +68,26 @@ impl BufferPool {
         self.free.entry(buffer.len()).or_default().push(buffer);
     }
 
+    /// A fixed-point buffer of `len` zeros.
+    pub(super) fn take_fixed(&mut self, len: usize) -> Vec<i64> {
+        match self.free_fixed.get_mut(&len).and_then(Vec::pop) {
+            Some(mut buffer) => {
+                buffer.fill(0);
+                buffer
+            }
+            None => vec![0; len],
+        }
+    }
+
+    /// Takes a fixed-point buffer back.
+    pub(super) fn give_fixed(&mut self, buffer: Vec<i64>) {
+        self.free_fixed.entry(buffer.len()).or_default().push(buffer);
+    }
+
     /// Gives all that waits back to the system.
     pub(super) fn clear(&mut self) {
         self.free.clear();
+        self.free_fixed.clear();
     }
 }
 
@@ -88,10 +107,19 @@ struct Shelf {
 impl BytePool {
     /// Encodes `values` into pooled bytes.
     pub(super) fn encode(&self, codec: Codec, values: &[f32]) -> Payload {
-        let len = u32::try_from(values.len()).expect("a tensor on the wire has fewer than 2^32 values: limits::TENSOR_BYTES_MAX");
-        let mut bytes = self.take(codec.byte_len(values.len()));
-        codec.encode(values, &mut bytes);
+        self.payload(codec, values.len(), |bytes| codec.encode(values, bytes))
+    }
+
+    /// Encodes sums in fixed point into pooled bytes.
+    pub(super) fn encode_fixed(&self, sums: &[i64]) -> Payload {
+        self.payload(Codec::Fixed, sums.len(), |bytes| fixed::encode(sums, bytes))
+    }
+
+    fn payload(&self, codec: Codec, len: usize, encode: impl FnOnce(&mut [u8])) -> Payload {
+        let mut bytes = self.take(codec.byte_len(len));
+        encode(&mut bytes);
         let bytes = Bytes::from_owner(Pooled { bytes, shelf: self.shelf.clone() });
+        let len = u32::try_from(len).expect("a tensor on the wire has fewer than 2^32 values: limits::TENSOR_BYTES_MAX");
         Payload { meta: TensorMeta { len, codec }, bytes }
     }
 

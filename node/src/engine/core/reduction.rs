@@ -2,11 +2,12 @@
 //! no sum is changed.
 
 use skein_protocol::codec::Codec;
+use skein_protocol::fixed::{self, FixedPoint};
 use skein_protocol::id::{Chunk, Hash, SumId};
-use skein_protocol::tensor::Payload;
+use skein_protocol::tensor::{Payload, PayloadError};
 
 use super::buffer::{AlignedBuffer, BufferPool};
-use super::sums::{add, total};
+use super::sums::{add, add_fixed, total};
 use super::{BytePool, Compute, Core, EngineError, GroupLayout, Outcome, decode, encode};
 use crate::engine::{Part, ReductionKey};
 
@@ -35,8 +36,15 @@ impl Reduction {
 impl<C: Compute> Core<C> {
     pub(super) fn encode_chunk(&mut self, key: ReductionKey, chunk: Chunk, sums: &[SumId], codec: Codec) -> Result<Outcome, EngineError> {
         let range = self.plan.range(key, chunk)?;
-        let values = total(&self.sums, key, sums, &range, &mut self.desk.part)?;
-        let payload = encode(&self.bytes, "the sum of gradients", codec, values)?;
+        let payload = if self.plan.fixed.is_some() {
+            let room = &mut self.desk.fixed_total[..range.len()];
+            room.fill(0);
+            add_fixed(&self.sums, key, sums, &range, room)?;
+            self.bytes.encode_fixed(room)
+        } else {
+            let values = total(&self.sums, key, sums, &range, &mut self.desk.part)?;
+            encode(&self.bytes, "the sum of gradients", codec, values)?
+        };
         self.mark_read(sums);
         Ok(Outcome::Encoded { key, chunk, payload })
     }
@@ -69,10 +77,14 @@ impl<C: Compute> Core<C> {
         }
     }
 
-    /// Adds the parts up, strictly in order, in the desk's total.
+    /// Adds the parts up in the desk's total: in `sync` strictly in order, in `exact` the order does
+    /// not matter.
     fn add_parts(&mut self, key: ReductionKey, chunk: Chunk, parts: &[Part]) -> Result<(), EngineError> {
         if parts.is_empty() {
             return Err(EngineError::Conflict(format!("chunk {chunk} of group {} has no contributions", key.group)));
+        }
+        if let Some(fixed) = self.plan.fixed {
+            return self.add_fixed_parts(fixed, key, chunk, parts);
         }
         let range = self.plan.range(key, chunk)?;
         let sum = &mut self.desk.total[..range.len()];
@@ -89,6 +101,24 @@ impl<C: Compute> Core<C> {
                     .map_err(|source| EngineError::Payload { what: "a contribution", source })?,
             }
         }
+        Ok(())
+    }
+
+    fn add_fixed_parts(&mut self, fixed: FixedPoint, key: ReductionKey, chunk: Chunk, parts: &[Part]) -> Result<(), EngineError> {
+        let range = self.plan.range(key, chunk)?;
+        let sums = &mut self.desk.fixed_total[..range.len()];
+        sums.fill(0);
+        for part in parts {
+            match part {
+                Part::Own(ids) => add_fixed(&self.sums, key, ids, &range, sums)?,
+                Part::Peer(payload) => {
+                    let is_fixed = if payload.meta.codec == Codec::Fixed { Ok(()) } else { Err(PayloadError::NotATensor) };
+                    is_fixed.and_then(|()| payload.expect(sums.len())).map_err(|source| EngineError::Payload { what: "a contribution", source })?;
+                    fixed::add_encoded(&payload.bytes, sums);
+                }
+            }
+        }
+        fixed.to_f32(sums, &mut self.desk.total[..range.len()]);
         Ok(())
     }
 

@@ -14,22 +14,35 @@ use crate::engine::{ReductionKey, WorkKey};
 pub(super) struct Sum {
     pub(super) step: Step,
     pub(super) group: Group,
-    pub(super) buffer: AlignedBuffer,
+    pub(super) values: Values,
     /// How often each gradient was added, counted where it is added.
     pub(super) added: BTreeMap<(Use, Microbatch), u32>,
     /// Whether a reduction has read it: from then on it is immutable.
     pub(super) read: bool,
 }
 
-impl Sum {
-    /// An empty sum: its first gradient overwrites whatever the pooled buffer held, its padding is zero.
-    pub(super) fn new(step: Step, group: Group, layout: &GroupLayout, pool: &mut BufferPool) -> Self {
-        let mut buffer = pool.take(layout.len);
-        let starts = layout.tensors.iter().skip(1).map(|tensor| tensor.offset).chain([layout.len]);
-        for (tensor, next) in layout.tensors.iter().zip(starts) {
-            buffer[tensor.offset + tensor.len()..next].fill(0.0);
+/// What a sum adds up in, flat in its group's layout.
+pub(super) enum Values {
+    /// Mode `sync`.
+    Float(AlignedBuffer),
+    /// Mode `exact`: the order of additions does not show.
+    Fixed(Vec<i64>),
+}
+
+impl Values {
+    pub(super) fn give_back(self, pool: &mut BufferPool) {
+        match self {
+            Self::Float(buffer) => pool.give(buffer),
+            Self::Fixed(buffer) => pool.give_fixed(buffer),
         }
-        Self { step, group, buffer, added: BTreeMap::new(), read: false }
+    }
+}
+
+impl Sum {
+    /// An empty sum. In f32 its first gradient overwrites whatever the pooled buffer held, its padding is zero.
+    pub(super) fn new(step: Step, group: Group, layout: &GroupLayout, fixed: bool, pool: &mut BufferPool) -> Self {
+        let values = if fixed { Values::Fixed(pool.take_fixed(layout.len)) } else { Values::Float(clean(pool.take(layout.len), layout)) };
+        Self { step, group, values, added: BTreeMap::new(), read: false }
     }
 
     /// Whether a gradient may be added to this sum.
@@ -52,6 +65,28 @@ impl Sum {
     }
 }
 
+/// Zeroes what lies between the tensors.
+fn clean(mut buffer: AlignedBuffer, layout: &GroupLayout) -> AlignedBuffer {
+    let starts = layout.tensors.iter().skip(1).map(|tensor| tensor.offset).chain([layout.len]);
+    for (tensor, next) in layout.tensors.iter().zip(starts) {
+        buffer[tensor.offset + tensor.len()..next].fill(0.0);
+    }
+    buffer
+}
+
+/// Adds the parts of `ids` within `range` to `total`.
+pub(super) fn add_fixed(sums: &BTreeMap<SumId, Sum>, key: ReductionKey, ids: &[SumId], range: &Range<usize>, total: &mut [i64]) -> Result<(), EngineError> {
+    for id in ids {
+        let sum = sums.get(id).ok_or_else(|| absent(format!("sum {id:?}")))?;
+        sum.check(*id, key.step, key.group)?;
+        let Values::Fixed(values) = &sum.values else { return Err(EngineError::Conflict(format!("sum {id:?} is not in fixed point"))) };
+        for (total, value) in total.iter_mut().zip(&values[range.clone()]) {
+            *total = total.wrapping_add(*value);
+        }
+    }
+    Ok(())
+}
+
 /// The total of `ids` over `range`, in order: a view of the sum where there is one, else made in `room`.
 pub(super) fn total<'a>(
     sums: &'a BTreeMap<SumId, Sum>,
@@ -63,7 +98,8 @@ pub(super) fn total<'a>(
     let mut slices = ids.iter().map(|id| {
         let sum = sums.get(id).ok_or_else(|| absent(format!("sum {id:?}")))?;
         sum.check(*id, key.step, key.group)?;
-        Ok::<_, EngineError>(&sum.buffer[range.clone()])
+        let Values::Float(values) = &sum.values else { return Err(EngineError::Conflict(format!("sum {id:?} is in fixed point"))) };
+        Ok::<_, EngineError>(&values[range.clone()])
     });
     let first = slices.next().ok_or_else(|| absent("sum in an empty list of sums"))??;
     if ids.len() == 1 {
@@ -87,7 +123,7 @@ pub(super) fn add(total: &mut [f32], values: &[f32]) {
 impl<C: Compute> Core<C> {
     pub(super) fn drop_sums(&mut self, ids: &[SumId]) {
         for sum in ids.iter().filter_map(|id| self.sums.remove(id)) {
-            self.pool.give(sum.buffer);
+            sum.values.give_back(&mut self.pool);
         }
     }
 

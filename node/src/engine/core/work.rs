@@ -7,6 +7,7 @@ use skein_protocol::id::{Group, Span, Step, SumId, Use};
 use skein_protocol::set::BitSet;
 use skein_protocol::tensor::Payload;
 
+use super::sums::Values;
 use super::{Compute, Core, EngineError, Forward, Gradients, Outcome, Sum, Weights, Work, absent, decode, encode};
 use crate::engine::WorkKey;
 
@@ -118,13 +119,7 @@ impl<C: Compute> Core<C> {
         Ok(Outcome::Forwarded { key, output, loss })
     }
 
-    pub(super) fn input_gradient(
-        &mut self,
-        key: WorkKey,
-        input: Option<&Payload>,
-        gradient: Option<&Payload>,
-        codec: Codec,
-    ) -> Result<Outcome, EngineError> {
+    pub(super) fn input_gradient(&mut self, key: WorkKey, input: Option<&Payload>, gradient: Option<&Payload>, codec: Codec) -> Result<Outcome, EngineError> {
         let graph = self.graph_for_backward(key, input, gradient)?;
         let gradient = (!self.ends_with_head(key.span)).then_some(&*self.desk.gradient);
         let values = self.compute.input_gradient(&graph, gradient)?;
@@ -191,15 +186,26 @@ impl<C: Compute> Core<C> {
         sums.sort_unstable();
         self.check_add(key, &sums)?;
         let Some(Scratch { gradients, .. }) = self.works.scratch(key) else { return Err(no_scratch(key)) };
+        let mut clamped = 0;
         for (one, id) in sums.iter().copied() {
             let group = self.plan.structure.group_of(one);
             let layout = self.plan.structure.layout(group);
-            let sum = self.sums.entry(id).or_insert_with(|| Sum::new(key.step, group, layout, &mut self.pool));
-            gradients.add_to(one, &mut sum.buffer, sum.added.is_empty());
+            let sum = self.sums.entry(id).or_insert_with(|| Sum::new(key.step, group, layout, self.plan.fixed.is_some(), &mut self.pool));
+            match (&mut sum.values, self.plan.fixed) {
+                (Values::Fixed(values), Some(fixed)) => {
+                    // Each gradient is rounded by itself: what it adds does not depend on the others.
+                    let term = &mut self.desk.term[..layout.len];
+                    term.fill(0.0);
+                    gradients.add_to(one, term, true);
+                    clamped += fixed.add(term, values);
+                }
+                (Values::Float(values), _) => gradients.add_to(one, values, sum.added.is_empty()),
+                (Values::Fixed(_), None) => unreachable!("sums are in fixed point in mode exact only"),
+            }
             *sum.added.entry((one, key.microbatch)).or_default() += 1;
         }
         self.works.used(key, &sums);
-        Ok(Outcome::Added { key })
+        Ok(Outcome::Added { key, clamped })
     }
 
     fn check_add(&self, key: WorkKey, sums: &[(Use, SumId)]) -> Result<(), EngineError> {

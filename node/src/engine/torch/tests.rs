@@ -64,7 +64,10 @@ impl Bench {
         for (span, graph) in graphs.into_iter().rev() {
             let ahead = (span.first.0 > 0).then(|| self.torch.input_gradient(&graph, gradient.as_deref()).expect("input gradient"));
             let backward = self.torch.backward(graph, gradient.as_deref()).expect("backward");
-            assert!(ahead.iter().flatten().map(|v| v.to_bits()).eq(backward.gradient.iter().flatten().map(|v| v.to_bits())), "made ahead or not: the same bits");
+            assert!(
+                ahead.iter().flatten().map(|v| v.to_bits()).eq(backward.gradient.iter().flatten().map(|v| v.to_bits())),
+                "made ahead or not: the same bits"
+            );
             assert!(backward.gradients.are_finite());
             for one in self.structure.uses_of(span).iter() {
                 backward.gradients.add_to(Use(one as u16), &mut sums[one], true);

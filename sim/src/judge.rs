@@ -1,0 +1,71 @@
+//! Judges whole runs: the oracles that every schedule of faults must satisfy.
+//!
+//! O1, the ledger, is checked at every commit ([`crate::oracle`]). Here: O2, the weights and the
+//! optimizer's state at the end are those of one undisturbed process, bit for bit; O3, the run ends
+//! soon after the last fault has healed; O5, no node is refused or gives up.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use skein_node::engine::{Engine, Task, toy};
+use skein_node::solo::solo;
+use skein_protocol::config::RunConfig;
+use skein_protocol::id::{Group, Hash, Version};
+
+use crate::plan::{Ending, Plan};
+use crate::world::World;
+
+/// Virtual time within which a run must end, faults and their healing included.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// Root of every group's state after all steps of one undisturbed process.
+///
+/// # Panics
+/// If the toy engine fails.
+pub fn reference(config: &RunConfig) -> BTreeMap<Group, Hash> {
+    let structure = toy::structure(config);
+    let mut engine = toy::engine(config);
+    engine.run(Task::Draw { groups: structure.group_ids().collect() });
+    solo(&mut engine, config, &structure, Version(0), config.run.steps, &mut |_| {}).expect("the toy engine computes");
+    structure.group_ids().map(|group| (group, engine.state_root(group).expect("it is held"))).collect()
+}
+
+/// Runs a plan in mode `exact` to its end and checks the oracles.
+///
+/// # Errors
+/// What is violated, in words.
+pub fn judge(plan: &Plan) -> Result<Ending, String> {
+    let run = || World::new(plan.clone()).run(LIMIT);
+    let ending = catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
+        let text = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        text.unwrap_or_else(|| "it panicked".to_owned())
+    })?;
+    if !ending.failures.is_empty() {
+        return Err(format!("a node gave up: {}", ending.failures.join("; ")));
+    }
+    if ending.status.state != "finished" {
+        let last: Vec<String> = ending.status.events.iter().rev().take(6).map(|event| format!("{event:?}")).collect();
+        return Err(format!("step {} after {LIMIT:?}, {}: {:?}; {last:#?}", ending.status.step, ending.status.state, ending.status.waiting_for));
+    }
+    let expected = reference(&plan.config);
+    if ending.saved != expected {
+        let wrong: Vec<Group> = expected.iter().filter(|(group, root)| ending.saved.get(group) != Some(root)).map(|(group, _)| *group).collect();
+        return Err(format!("groups {wrong:?} differ from those of an undisturbed process"));
+    }
+    let steps = Version(plan.config.run.steps);
+    for (node, roots) in &ending.roots {
+        if let Some((group, _)) = roots.iter().find(|(group, (version, root))| *version == steps && expected[group] != *root) {
+            return Err(format!("group {group} of {} differs from that of an undisturbed process", node.short()));
+        }
+    }
+    Ok(ending)
+}
+
+/// The fewest first faults of a failing plan that make it fail, and how.
+pub fn shortest_failing_prefix(plan: &Plan) -> Option<(usize, String)> {
+    (0..=plan.faults.len()).find_map(|count| {
+        let prefix = Plan { faults: plan.faults[..count].to_vec(), ..plan.clone() };
+        judge(&prefix).err().map(|problem| (count, problem))
+    })
+}

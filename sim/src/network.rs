@@ -1,0 +1,44 @@
+//! Links of the world: what a frame meets between two nodes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use skein_protocol::id::NodeId;
+use skein_protocol::time::Time;
+
+/// One way of a message through the world.
+pub(crate) const DELAY: Duration = Duration::from_millis(2);
+/// How long a broken link takes to be noticed by who sends over it.
+pub(crate) const LINK_NOTICE: Duration = Duration::from_millis(20);
+
+/// The links between nodes. Each frame travels by itself, as on a QUIC stream of its own: with
+/// jitter a later one may arrive before an earlier one.
+pub(crate) struct Network {
+    random: ChaCha8Rng,
+    jitter: Duration,
+    /// Directions that carry nothing until a time.
+    cuts: BTreeMap<(NodeId, NodeId), Time>,
+}
+
+impl Network {
+    pub(crate) fn new(seed: u64, jitter: Duration) -> Self {
+        Self { random: ChaCha8Rng::seed_from_u64(seed), jitter, cuts: BTreeMap::new() }
+    }
+
+    /// How long the next frame travels.
+    pub(crate) fn delay(&mut self) -> Duration {
+        DELAY + self.jitter.mul_f64(self.random.random::<f64>())
+    }
+
+    /// Nothing goes from one node to another until `until`.
+    pub(crate) fn cut(&mut self, from: NodeId, to: NodeId, until: Time) {
+        let end = self.cuts.entry((from, to)).or_insert(until);
+        *end = until.max(*end);
+    }
+
+    pub(crate) fn is_cut(&self, from: NodeId, to: NodeId, now: Time) -> bool {
+        self.cuts.get(&(from, to)).is_some_and(|until| now < *until)
+    }
+}

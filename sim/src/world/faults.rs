@@ -1,0 +1,79 @@
+//! What goes wrong by plan.
+
+use std::time::Duration;
+
+use skein_node::machine::Event;
+use skein_protocol::id::NodeId;
+
+use super::{Happening, World, node_id};
+use crate::schedule::Fault;
+
+impl World {
+    /// A fault of the schedule strikes. One that finds nobody to strike changes nothing and is not counted.
+    pub(super) fn strike(&mut self, fault: Fault) {
+        let now = self.now;
+        tracing::debug!(at = now.as_secs_f64(), ?fault, "strikes");
+        let struck = match fault {
+            Fault::Kill { node, returns, wiped } => self.kill_for(node_id(node), returns, wiped),
+            Fault::KillCoordinator => {
+                let alive = self.coordinator.is_some();
+                self.kill_coordinator();
+                alive
+            }
+            Fault::Stop { node, lasts } => self.alive(node).map(|host| host.stopped_until = now + lasts).is_some(),
+            Fault::Cut { from, to, both, lasts } => {
+                let (from, to) = (node_id(from), node_id(to));
+                self.network.cut(from, to, now + lasts);
+                if both {
+                    self.network.cut(to, from, now + lasts);
+                }
+                from != to
+            }
+            Fault::Flap { node } => {
+                let node = node_id(node);
+                let open = self.hosts.get(&node).filter(|host| host.alive && host.connected).map(|host| host.connection);
+                self.drop_control(node);
+                if let Some(host) = self.hosts.get(&node).filter(|_| open.is_some()) {
+                    let (life, event) = (host.life, Event::ControlDown { reason: "reset".to_owned() });
+                    self.schedule(Duration::ZERO, Happening::Node { node, life, event });
+                }
+                open.is_some()
+            }
+            Fault::Mute { node, lasts } => self.alive(node).map(|host| host.muted_until = now + lasts).is_some(),
+            Fault::NotFinite { node, times } => self.alive(node).map(|host| host.not_finite += times).is_some(),
+            Fault::DiskFull { node, lasts } => self.alive(node).map(|host| host.disk_full_until = now + lasts).is_some(),
+            Fault::Leave { node, returns } => {
+                let lives = self.alive(node).map(|host| host.returns = Some(returns)).is_some();
+                if lives {
+                    self.happen(Happening::Leave(node_id(node)));
+                }
+                lives
+            }
+        };
+        self.faults_struck += usize::from(struck);
+    }
+
+    fn alive(&mut self, node: usize) -> Option<&mut super::Host> {
+        self.hosts.get_mut(&node_id(node)).filter(|host| host.alive)
+    }
+
+    fn kill_for(&mut self, node: NodeId, returns: Duration, wiped: bool) -> bool {
+        let Some(host) = self.hosts.get_mut(&node).filter(|host| host.alive) else { return false };
+        if wiped {
+            host.disk.clear();
+        }
+        self.kill(node);
+        self.schedule(returns, Happening::Start(node));
+        true
+    }
+
+    /// Everything dies at once and starts again.
+    pub(super) fn blackout(&mut self) {
+        let alive: Vec<NodeId> = self.hosts.iter().filter(|(_, host)| host.alive).map(|(node, _)| *node).collect();
+        for node in alive {
+            self.kill(node);
+            self.schedule(Duration::from_secs(1), Happening::Start(node));
+        }
+        self.kill_coordinator();
+    }
+}
