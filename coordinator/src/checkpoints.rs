@@ -67,6 +67,18 @@ impl Coordinator {
         }
     }
 
+    pub(crate) fn forget_shards(&mut self, node: NodeId) {
+        for holders in self.shards.values_mut().flat_map(|groups| groups.values_mut()) {
+            holders.remove(&node);
+        }
+    }
+
+    /// Whether nobody, here or away, has a shard of some group of a checkpoint any more.
+    pub(crate) fn is_destroyed(&self, version: Version) -> bool {
+        let groups = self.shards.get(&version);
+        self.structure.group_ids().any(|group| groups.and_then(|groups| groups.get(&group)).is_none_or(BTreeMap::is_empty))
+    }
+
     /// Whether a shard belongs to this course of the run: no later timeline began before it.
     fn is_on_course(&self, shard: &Shard) -> bool {
         shard.timeline <= self.timeline() && self.bases.iter().all(|(timeline, base)| *timeline <= shard.timeline || shard.version <= *base)

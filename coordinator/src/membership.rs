@@ -113,6 +113,8 @@ impl Coordinator {
         self.members.insert(node, member);
         self.report(format!("{} {}", node.short(), if returning.is_some() { "is back" } else { "joined" }), actions);
         self.adopt_commits(&hello.commits, actions);
+        // What it does not list any more is gone with its disk.
+        self.forget_shards(node);
         self.note_shards(node, &hello.shards);
         let live_sums = self.recover_from_hello(node, &hello, actions);
         self.hear_what_was_missed(node, &hello, actions);
@@ -256,12 +258,17 @@ impl Coordinator {
         let released: Vec<NodeId> =
             self.members.iter().filter(|(node, member)| member.leaving && member.connected && !holds_sums(**node)).map(|(node, _)| *node).collect();
         for node in released {
+            // While a committed step is not safe everywhere, whoever goes may take its result along.
+            let others_live = self.members.iter().any(|(other, member)| *other != node && member.is_live());
+            if self.closing.is_some() && self.phase == Phase::Training && others_live && self.placement.seat(node).is_some() {
+                continue;
+            }
             let alone = self.placement.seat(node).is_some_and(|seat| {
                 seat.standing == Standing::Active
-                    && seat.span.blocks().any(|block| self.placement.replicas(block).filter(|other| other.node != node).count() == 0)
+                    && seat.span.blocks().any(|block| self.placement.replicas(block).filter(|other| other.node != node && !other.suspect).count() == 0)
             });
             // The only replica of a block takes the run's state with it; it goes when someone else has it.
-            if alone && matches!(self.phase, Phase::Training) && self.members.iter().any(|(other, member)| *other != node && member.is_live()) {
+            if alone && self.phase == Phase::Training && others_live {
                 continue;
             }
             if self.placement.seat(node).is_some() {

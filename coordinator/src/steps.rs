@@ -34,6 +34,14 @@ pub(crate) struct Sealed {
 pub(crate) struct Closing {
     pub(crate) fence: Fence,
     pub(crate) applied: BTreeSet<NodeId>,
+    /// Who cannot get the result of a group anywhere.
+    pub(crate) lacks: BTreeSet<(Group, NodeId)>,
+}
+
+impl Closing {
+    pub(crate) fn new(fence: Fence) -> Self {
+        Self { fence, applied: BTreeSet::new(), lacks: BTreeSet::new() }
+    }
 }
 
 impl Coordinator {
@@ -264,7 +272,9 @@ impl Coordinator {
     /// The digest on which enough live members agree (rule 13), once all norms are known.
     fn agreed(&self, group: Group, except: Option<NodeId>) -> Option<Hash> {
         let sealed = self.open.as_ref()?.groups.get(&group)?;
-        let members = self.live_members(group, except);
+        // A replica that came back since the seal was sent fetches the result once it is committed.
+        let mut members = self.live_members(group, except);
+        members.retain(|node| sealed.seal.receivers.contains(node));
         let chunks = self.structure.layout(group).chunks(self.config.reduce.chunk);
         if members.is_empty() || sealed.squared_norms.len() != chunks as usize {
             return None;
@@ -304,7 +314,7 @@ impl Coordinator {
         }
         self.broadcast(&FromCoordinator::Commit(Box::new(commit.clone())), actions);
         self.note_commit(&open, &commit);
-        self.closing = Some(Closing { fence, applied: BTreeSet::new() });
+        self.closing = Some(Closing::new(fence));
         self.chain.push(commit);
     }
 
@@ -323,6 +333,27 @@ impl Coordinator {
     }
 
     /// Retires the committed step once enough members of every group have its version (rule 15).
+    /// A member cannot get a committed result.
+    pub(crate) fn lacks(&mut self, node: NodeId, fence: Fence, group: Group) {
+        if let Some(closing) = self.closing.as_mut().filter(|closing| closing.fence == fence) {
+            closing.lacks.insert((group, node));
+        }
+    }
+
+    /// A committed result went with its last holder: the group's newest version is lost (rule 15).
+    pub(crate) fn go_back_if_lost(&mut self, actions: &mut Vec<Action>) {
+        let Some(closing) = self.closing.as_ref().filter(|closing| !closing.lacks.is_empty() && self.phase == Phase::Training) else { return };
+        let lost = self.structure.group_ids().find(|group| {
+            let mut members = self.placement.active().filter(|seat| self.structure.groups_of(seat.span).contains(group)).peekable();
+            members.peek().is_some() && members.all(|seat| closing.lacks.contains(&(*group, seat.node)) && !closing.applied.contains(&seat.node))
+        });
+        if let Some(group) = lost {
+            let step = closing.fence.step;
+            self.report(format!("the result of step {step} for group {group} went with its last holder"), actions);
+            self.go_back(actions);
+        }
+    }
+
     pub(crate) fn retire_if_possible(&mut self, actions: &mut Vec<Action>) {
         let Some(closing) = &self.closing else { return };
         let safe = self.structure.group_ids().all(|group| {

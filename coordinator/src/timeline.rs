@@ -31,7 +31,7 @@ impl Coordinator {
         self.phase = Phase::Recovering { awaited, until: self.now + limits::LEASE };
         self.open = Some(self.new_step());
         if let Some(newest) = self.chain.version().0.checked_sub(1).filter(|_| self.chain.version() > self.placement.base) {
-            self.closing = Some(Closing { fence: Fence { timeline: self.timeline(), step: Version(newest).step() }, applied: BTreeSet::new() });
+            self.closing = Some(Closing::new(Fence { timeline: self.timeline(), step: Version(newest).step() }));
         }
     }
 
@@ -121,7 +121,7 @@ impl Coordinator {
         let ours: Vec<Commit> = presented.iter().filter(|commit| commit.fence.timeline == timeline).cloned().collect();
         for commit in self.chain.extension(&ours, self.id, &*self.signer) {
             actions.push(Action::Save(vec![Record::Commit(commit.clone())]));
-            self.closing = Some(Closing { fence: commit.fence, applied: BTreeSet::new() });
+            self.closing = Some(Closing::new(commit.fence));
             self.chain.push(commit);
             self.open = Some(self.new_step());
         }
@@ -144,7 +144,8 @@ impl Coordinator {
         self.open = None;
         self.closing = None;
         self.phase = Phase::Waiting { why: String::new() };
-        self.report(format!("no node holds blocks {} any more: going back to the newest checkpoint", as_ranges(&lost)), actions);
+        let why = if lost.is_empty() { String::new() } else { format!("no node holds blocks {} any more: ", as_ranges(&lost)) };
+        self.report(format!("{why}going back to the newest checkpoint"), actions);
     }
 
     /// Begins a timeline as soon as there are nodes that fit the model and, after the first, a
@@ -184,7 +185,8 @@ impl Coordinator {
     /// The newest complete checkpoint whose shards are all at nodes that are here.
     fn base(&self) -> Result<(Version, Vec<Source>), String> {
         let mut missing = None;
-        for version in self.complete.iter().rev() {
+        // One whose shards are gone with their disks is not waited for.
+        for version in self.complete.iter().rev().filter(|version| !self.is_destroyed(**version)) {
             let sources: Vec<Source> = self.structure.group_ids().map(|group| self.source(*version, group)).collect();
             let absent: Vec<Group> = sources.iter().filter(|source| source.holders.is_empty()).map(|source| source.group).collect();
             if absent.is_empty() {
@@ -305,9 +307,8 @@ impl Coordinator {
         for index in 0..self.placement.seats.len() {
             let node = self.placement.seats[index].node;
             let span = self.placement.seats[index].span;
-            let replaceable = span
-                .blocks()
-                .all(|block| self.placement.replicas(block).any(|other| other.node != node && self.members.get(&other.node).is_some_and(Member::is_live)));
+            let stays = |node: &NodeId| self.members.get(node).is_some_and(|member| member.is_live() && !member.leaving);
+            let replaceable = span.blocks().all(|block| self.placement.replicas(block).any(|other| other.node != node && stays(&other.node)));
             let member = self.members.get(&node);
             let seat = &mut self.placement.seats[index];
             seat.suspect = !member.is_some_and(Member::is_live) || (leaving.contains(&node) && replaceable);

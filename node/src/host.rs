@@ -60,10 +60,14 @@ struct Entry {
     input: Option<Payload>,
     output: Option<Payload>,
     gradient: Option<Payload>,
+    /// The host behind says that it has sent the gradient, in this life or another.
+    lacks_gradient: bool,
     input_gradient: Option<Payload>,
     loss: Option<f32>,
     forward: Progress,
     backward: Progress,
+    /// A computation of it failed; the engine has more of it, whose results will not do.
+    failed: bool,
     /// Uses whose gradients wait in the engine's scratch.
     scratch: BitSet,
     /// The sums named in the report that is not answered yet.
@@ -179,10 +183,12 @@ impl Entry {
             input: None,
             output: None,
             gradient: None,
+            lacks_gradient: false,
             input_gradient: None,
             loss: None,
             forward: Progress::Idle,
             backward: Progress::Idle,
+            failed: false,
             scratch: BitSet::new(),
             reported: Vec::new(),
             counted: BTreeMap::new(),
@@ -288,8 +294,8 @@ impl Node {
             match payload {
                 Some(payload) => entry.gradient = Some(payload),
                 None => {
-                    let message = PeerMessage::Missing { work, hop, backward: true };
-                    return self.send(from, Frame::from(message), actions);
+                    entry.lacks_gradient = true;
+                    return self.ask_for_gradient(key, actions);
                 }
             }
         }
@@ -358,7 +364,7 @@ impl Node {
         let encode = run.config.wire.boundary;
         let uses = run.structure.uses_of(key.span);
         let keep_graph = self.host.graphs() < GRAPHS_MAX;
-        let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        let Some(entry) = self.host.entries.get_mut(&key).filter(|entry| !entry.failed) else { return };
         if !entry.is_first() && entry.input.is_none() {
             let message = PeerMessage::Missing { work: entry.work, hop: hop_number(entry.hop), backward: false };
             if let Some(previous) = entry.previous() {
@@ -422,6 +428,9 @@ impl Node {
 
     pub(crate) fn forwarded(&mut self, key: WorkKey, output: Option<Payload>, loss: Option<f32>, actions: &mut Vec<Action>) {
         let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        if entry.failed {
+            return self.work_failed(key, actions);
+        }
         entry.forward = Progress::Done;
         entry.output = output;
         entry.loss = loss.or(entry.loss);
@@ -431,6 +440,9 @@ impl Node {
     /// The gradient of a hop's input came ahead of the rest of its backward.
     pub(crate) fn input_gradient_made(&mut self, key: WorkKey, gradient: Payload, actions: &mut Vec<Action>) {
         let Some(entry) = self.host.entries.get_mut(&key) else { return };
+        if entry.failed {
+            return self.work_failed(key, actions);
+        }
         entry.input_gradient.get_or_insert(gradient);
         self.pass_on(key, actions);
     }
@@ -439,6 +451,9 @@ impl Node {
         let Some(entry) = self.host.entries.get_mut(&key) else {
             return self.queue.push(Task::Discard { key });
         };
+        if entry.failed {
+            return self.work_failed(key, actions);
+        }
         entry.backward = Progress::Done;
         // The engine's graph is used up; a later forward at the head has to make a new one.
         if entry.is_last() {
@@ -458,6 +473,13 @@ impl Node {
 
     /// The engine could not do a hop: someone else should.
     pub(crate) fn work_failed(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        self.queue.drop_work(key);
+        if self.queue.is_at_engine(key) {
+            if let Some(entry) = self.host.entries.get_mut(&key) {
+                entry.failed = true;
+            }
+            return;
+        }
         let Some(entry) = self.host.entries.remove(&key) else { return };
         self.host.to_report.remove(&key);
         self.queue.push(Task::Discard { key });
@@ -587,9 +609,20 @@ impl Node {
                 entry.sent_gradient = false;
             }
         }
-        self.host.say_again.insert(node, self.now + SAY_AGAIN_AFTER);
+        if self.placement.seat(node).is_some() {
+            self.host.say_again.insert(node, self.now + SAY_AGAIN_AFTER);
+        }
         for (feeder, work, hop) in failed.into_iter().filter(|(feeder, _, _)| *feeder != node) {
             self.tell_failed(feeder, work, hop_number(hop), false, actions);
+        }
+    }
+
+    /// Asks the host behind for a gradient of which only a marker came.
+    fn ask_for_gradient(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        let Some(entry) = self.host.entries.get(&key).filter(|entry| entry.lacks_gradient && entry.gradient.is_none()) else { return };
+        if let Some(next) = entry.next() {
+            let message = PeerMessage::Missing { work: entry.work, hop: hop_number(entry.hop), backward: true };
+            self.send(next, Frame::from(message), actions);
         }
     }
 
@@ -603,7 +636,8 @@ impl Node {
             }
             let keys: Vec<WorkKey> = self.host.entries.keys().copied().collect();
             for key in keys {
-                self.pass_on(key, actions);
+                self.advance(key, actions);
+                self.ask_for_gradient(key, actions);
             }
         }
     }

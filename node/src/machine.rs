@@ -342,7 +342,8 @@ pub(crate) struct TaskQueue {
     urgent: VecDeque<Task>,
     backward: VecDeque<Task>,
     forward: VecDeque<Task>,
-    at_engine: usize,
+    /// Tasks that the engine has and has not answered, in order: whose work they compute, if any.
+    at_engine: VecDeque<Option<WorkKey>>,
 }
 
 impl TaskQueue {
@@ -383,15 +384,31 @@ impl TaskQueue {
     }
 
     fn answered(&mut self) {
-        self.at_engine = self.at_engine.saturating_sub(1);
+        self.at_engine.pop_front();
+    }
+
+    /// Forgets what is queued to be computed of a work.
+    pub(crate) fn drop_work(&mut self, key: WorkKey) {
+        self.forward.retain(|task| computes(task) != Some(key));
+        self.backward.retain(|task| computes(task) != Some(key));
+    }
+
+    /// Whether the engine still computes something of a work.
+    pub(crate) fn is_at_engine(&self, key: WorkKey) -> bool {
+        self.at_engine.contains(&Some(key))
     }
 
     fn issue(&mut self, actions: &mut Vec<Action>) {
-        while self.at_engine < limits::ENGINE_QUEUE {
+        while self.at_engine.len() < limits::ENGINE_QUEUE {
             let next = self.urgent.pop_front().or_else(|| self.backward.pop_front()).or_else(|| self.forward.pop_front());
             let Some(task) = next else { return };
-            self.at_engine += 1;
+            self.at_engine.push_back(computes(&task));
             actions.push(Action::Compute(task));
         }
     }
+}
+
+/// The work of which a task computes something.
+fn computes(task: &Task) -> Option<WorkKey> {
+    if let Task::Forward { key, .. } | Task::InputGradient { key, .. } | Task::Backward { key, .. } = task { Some(*key) } else { None }
 }

@@ -398,12 +398,15 @@ impl Node {
         let fetch = reduction.fetch.get_or_insert_with(|| Fetch { asked: BTreeSet::new(), at: again });
         fetch.at = again;
         let next = holders.iter().find(|node| !fetch.asked.contains(node)).or(holders.first()).copied();
-        let Some(next) = next else { return };
+        let fence = Fence { timeline: self.placement.timeline, step: key.step };
         if holders.iter().all(|node| fetch.asked.contains(node)) {
             fetch.asked.clear();
+            if self.session.welcomed && reduction.seal.is_none() {
+                actions.push(Action::Tell(ToCoordinator::Lacks { fence, group: key.group }));
+            }
         }
+        let Some(next) = next else { return };
         fetch.asked.insert(next);
-        let fence = Fence { timeline: self.timeline(), step: key.step };
         let message = PeerMessage::FetchReduced { fence, group: key.group, attempt: key.attempt };
         self.send(next, Frame::from(message), actions);
     }

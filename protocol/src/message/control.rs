@@ -78,6 +78,13 @@ pub enum ToCoordinator {
         /// Bytes a second it receives.
         received_per_second: f64,
     },
+    /// A step is committed, and nobody whom the node can reach has its result of a group.
+    Lacks {
+        /// The step.
+        fence: Fence,
+        /// The group.
+        group: Group,
+    },
     /// The feeder cannot route this microbatch now; its lease goes back.
     Returned {
         /// The step.

@@ -89,6 +89,7 @@ fn to_coordinator() -> Vec<(&'static str, ToCoordinator)> {
         ("Leaving", ToCoordinator::Leaving),
         ("Saved", ToCoordinator::Saved { timeline: Timeline(2), shards: vec![shard()] }),
         ("Traffic", ToCoordinator::Traffic { links: "quic".to_owned(), sent_per_second: 1.5, received_per_second: 2.5 }),
+        ("Lacks", ToCoordinator::Lacks { fence: FENCE, group: GROUP }),
         ("Returned", ToCoordinator::Returned { fence: FENCE, leases: vec![(Microbatch(7), ATTEMPT)] }),
     ]
 }
