@@ -230,7 +230,7 @@ impl Coordinator {
             ToCoordinator::Leaving => self.leaving(from, actions),
             ToCoordinator::Saved { timeline, shards } => self.saved(from, timeline, shards, actions),
             ToCoordinator::Traffic { links, sent_per_second, received_per_second: _ } => self.traffic(from, links, sent_per_second),
-            ToCoordinator::Lacks { fence, group } => self.lacks(from, fence, group),
+            ToCoordinator::Lacks { fence, group } => self.lacks(from, fence, group, actions),
             ToCoordinator::Returned { fence, leases } => self.returned(from, fence, &leases),
         }
     }
@@ -241,7 +241,6 @@ impl Coordinator {
         self.seal_complete_groups(actions);
         self.commit_if_possible(actions);
         self.retire_if_possible(actions);
-        self.go_back_if_lost(actions);
         self.open_step_if_possible();
         self.grant_leases(actions);
     }

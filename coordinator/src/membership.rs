@@ -310,6 +310,7 @@ impl Coordinator {
         self.insist_on_last_checkpoint(actions);
         self.expire_leases();
         self.release_leavers(actions);
+        self.go_back_if_lost(actions);
     }
 
     fn remove_member(&mut self, node: NodeId, what: &str, actions: &mut Vec<Action>) {

@@ -333,25 +333,40 @@ impl Coordinator {
     }
 
     /// Retires the committed step once enough members of every group have its version (rule 15).
-    /// A member cannot get a committed result.
-    pub(crate) fn lacks(&mut self, node: NodeId, fence: Fence, group: Group) {
-        if let Some(closing) = self.closing.as_mut().filter(|closing| closing.fence == fence) {
-            closing.lacks.insert((group, node));
+    /// A member cannot get a committed result. Where others have applied and freed it, the member
+    /// begins anew from their state; else it may be lost for good ([`Self::go_back_if_lost`]).
+    pub(crate) fn lacks(&mut self, node: NodeId, fence: Fence, group: Group, actions: &mut Vec<Action>) {
+        let Some(closing) = self.closing.as_mut().filter(|closing| closing.fence == fence && !closing.applied.contains(&node)) else { return };
+        closing.lacks.insert((group, node));
+        let applied = closing.applied.clone();
+        if self.live_members(group, Some(node)).iter().any(|other| applied.contains(other)) {
+            self.report(format!("{} is too far behind: it begins anew", node.short()), actions);
+            self.void_sums_of(node, actions);
+            self.unseat(node, actions);
+            self.seat_newcomer(node, actions);
         }
     }
 
-    /// A committed result went with its last holder: the group's newest version is lost (rule 15).
+    /// The newest version of a group went with its last holder (rule 15): everyone left is behind
+    /// what is retired, or cannot get what is committed.
     pub(crate) fn go_back_if_lost(&mut self, actions: &mut Vec<Action>) {
-        let Some(closing) = self.closing.as_ref().filter(|closing| !closing.lacks.is_empty() && self.phase == Phase::Training) else { return };
+        if self.phase != Phase::Training {
+            return;
+        }
         let lost = self.structure.group_ids().find(|group| {
             let mut members = self.placement.active().filter(|seat| self.structure.groups_of(seat.span).contains(group)).peekable();
-            members.peek().is_some() && members.all(|seat| closing.lacks.contains(&(*group, seat.node)) && !closing.applied.contains(&seat.node))
+            members.peek().is_some() && members.all(|seat| self.is_without(seat.node, *group))
         });
         if let Some(group) = lost {
-            let step = closing.fence.step;
-            self.report(format!("the result of step {step} for group {group} went with its last holder"), actions);
+            self.report(format!("the newest version of group {group} went with its last holder"), actions);
             self.go_back(actions);
         }
+    }
+
+    fn is_without(&self, node: NodeId, group: Group) -> bool {
+        let applied = self.members.get(&node).and_then(|member| member.applied);
+        let lacks = self.closing.as_ref().is_some_and(|closing| closing.lacks.contains(&(group, node)) && !closing.applied.contains(&node));
+        applied < self.retired_step() || lacks
     }
 
     pub(crate) fn retire_if_possible(&mut self, actions: &mut Vec<Action>) {

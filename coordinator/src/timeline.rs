@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use skein_protocol::id::{Block, Epoch, Fence, Group, Hash, NodeId, Span, SumId, Timeline, Version};
+use skein_protocol::id::{Block, Epoch, Fence, Group, Hash, NodeId, Span, Step, SumId, Timeline, Version};
 use skein_protocol::limits;
 use skein_protocol::message::control::{Commit, FromCoordinator, Hello, Role};
 use skein_protocol::placement::{Placement, Seat, Source, Standing};
@@ -239,6 +239,9 @@ impl Coordinator {
             return;
         }
         seat.standing = Standing::Active;
+        if let Some(member) = self.members.get_mut(&node) {
+            member.applied = member.applied.max(version.0.checked_sub(1).map(Step));
+        }
         self.report(format!("{} hosts blocks {span}", node.short()), actions);
         self.publish_placement(actions);
         if is_last(&self.config, self.chain.version().step()) && self.uncovered().is_empty() && self.phase == Phase::Training && self.closing.is_none() {

@@ -218,9 +218,11 @@ impl Node {
             return source.holders.iter().copied().filter(|node| *node != me).collect();
         }
         let Some(run) = &self.run else { return Vec::new() };
-        // A silent donor would only be waited for.
-        let hosts = self.placement.active().filter(|seat| seat.node != me && !seat.suspect && run.structure.groups_of(seat.span).contains(&group));
-        hosts.map(|seat| seat.node).collect()
+        let hosts = self.placement.active().filter(|seat| seat.node != me && run.structure.groups_of(seat.span).contains(&group));
+        let (silent, live): (Vec<_>, Vec<_>) = hosts.partition(|seat| seat.suspect);
+        // A silent donor would only be waited for, unless nobody else has it.
+        let donors = if live.is_empty() { silent } else { live };
+        donors.into_iter().map(|seat| seat.node).collect()
     }
 
     fn refresh_donors(&mut self) {
@@ -429,6 +431,7 @@ impl Node {
             }
             return;
         }
+        self.result_refused(from, group, version);
         // A committed result that its holders have freed: this node missed it for good.
         let behind = self.steps.version.is_some_and(|held| held < version) && self.steps.retire_passed(version);
         if behind {

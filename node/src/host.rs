@@ -360,6 +360,10 @@ impl Node {
 
     /// Does whatever is next for an entry: computes, sends on, reports.
     fn advance(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
+        // What is committed is not computed any more.
+        if self.steps.version != Some(key.step.runs_on()) {
+            return self.pass_on(key, actions);
+        }
         let Some(run) = &self.run else { return };
         let encode = run.config.wire.boundary;
         let uses = run.structure.uses_of(key.span);
@@ -570,6 +574,7 @@ impl Node {
             }
         }
         if !void.is_empty() {
+            self.reductions_without(&void);
             self.queue.push(Task::DropSums { sums: void });
         }
     }

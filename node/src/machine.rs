@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use skein_protocol::config::RunConfig;
-use skein_protocol::id::{Fence, Group, Hash, NodeId, RunId, Span, Timeline, Version};
+use skein_protocol::id::{Fence, Group, Hash, NodeId, RunId, Span, Step, Timeline, Version};
 use skein_protocol::limits;
 use skein_protocol::message::control::{Capability, FromCoordinator, Peer, Shard, ToCoordinator};
 use skein_protocol::message::data::{Frame, PeerMessage};
@@ -391,6 +391,13 @@ impl TaskQueue {
     pub(crate) fn drop_work(&mut self, key: WorkKey) {
         self.forward.retain(|task| computes(task) != Some(key));
         self.backward.retain(|task| computes(task) != Some(key));
+    }
+
+    /// Forgets what is queued to be computed of steps up to `step`.
+    pub(crate) fn drop_step(&mut self, step: Step) {
+        let later = |task: &Task| computes(task).is_none_or(|key| key.step > step);
+        self.forward.retain(later);
+        self.backward.retain(later);
     }
 
     /// Whether the engine still computes something of a work.

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use skein_protocol::id::{Chunk, Fence, Group, Hash, NodeId, ReduceAttempt, Step, SumId};
+use skein_protocol::id::{Chunk, Fence, Group, Hash, NodeId, ReduceAttempt, Step, SumId, Version};
 use skein_protocol::message::control::{Commit, Seal, ToCoordinator};
 use skein_protocol::message::data::{Frame, PeerMessage};
 use skein_protocol::tensor::Payload;
@@ -59,6 +59,8 @@ struct Reduction {
 /// Asking for a committed result.
 struct Fetch {
     asked: BTreeSet<NodeId>,
+    /// Who has said that it does not have it.
+    refused: BTreeSet<NodeId>,
     at: Time,
 }
 
@@ -168,6 +170,21 @@ impl Node {
         for old in older {
             self.reduce.reductions.remove(&old);
             self.queue.push(Task::DropReduction { key: old });
+        }
+    }
+
+    /// Sums are void: an attempt that needs them will not be finished; one that is done keeps its
+    /// result and contributes no more.
+    pub(crate) fn reductions_without(&mut self, void: &[SumId]) {
+        let concerned = |reduction: &Reduction| reduction.own.iter().any(|sum| void.contains(sum));
+        let unfinished: Vec<ReductionKey> =
+            self.reduce.reductions.iter().filter(|(_, reduction)| concerned(reduction) && reduction.digest.is_none()).map(|(key, _)| *key).collect();
+        for key in unfinished {
+            self.reduce.reductions.remove(&key);
+            self.queue.push(Task::DropReduction { key });
+        }
+        for reduction in self.reduce.reductions.values_mut().filter(|reduction| concerned(reduction)) {
+            reduction.own.clear();
         }
     }
 
@@ -384,26 +401,36 @@ impl Node {
         }
     }
 
+    /// A replica does not have the result that makes `version`.
+    pub(crate) fn result_refused(&mut self, from: NodeId, group: Group, version: Version) {
+        let wanted =
+            self.reduce.reductions.iter_mut().filter(|(key, reduction)| key.group == group && key.step.makes() == version && reduction.digest.is_none());
+        for fetch in wanted.filter_map(|(_, reduction)| reduction.fetch.as_mut()) {
+            fetch.refused.insert(from);
+        }
+    }
+
     /// Asks the next replica; the first wait is for chunks that are on their way anyway.
     fn ask_holder(&mut self, key: ReductionKey, actions: &mut Vec<Action>) {
         let me = self.settings.id;
-        let holders: Vec<NodeId> = self
-            .placement
-            .active()
-            .filter(|seat| seat.node != me && !seat.suspect && self.run.as_ref().is_some_and(|run| run.structure.groups_of(seat.span).contains(&key.group)))
-            .map(|seat| seat.node)
-            .collect();
+        let hosts_it = |span| self.run.as_ref().is_some_and(|run| run.structure.groups_of(span).contains(&key.group));
+        let mut holders: Vec<(bool, NodeId)> =
+            self.placement.active().filter(|seat| seat.node != me && hosts_it(seat.span)).map(|seat| (seat.suspect, seat.node)).collect();
+        // Who is silent or leaving may be the only one who has it.
+        holders.sort_unstable();
+        let holders: Vec<NodeId> = holders.into_iter().map(|(_, node)| node).collect();
         let again = self.now + FETCH_AGAIN_AFTER;
         let Some(reduction) = self.reduce.reductions.get_mut(&key) else { return };
-        let fetch = reduction.fetch.get_or_insert_with(|| Fetch { asked: BTreeSet::new(), at: again });
+        let fetch = reduction.fetch.get_or_insert_with(|| Fetch { asked: BTreeSet::new(), refused: BTreeSet::new(), at: again });
         fetch.at = again;
         let next = holders.iter().find(|node| !fetch.asked.contains(node)).or(holders.first()).copied();
         let fence = Fence { timeline: self.placement.timeline, step: key.step };
         if holders.iter().all(|node| fetch.asked.contains(node)) {
             fetch.asked.clear();
-            if self.session.welcomed && reduction.seal.is_none() {
-                actions.push(Action::Tell(ToCoordinator::Lacks { fence, group: key.group }));
-            }
+        }
+        if holders.iter().all(|node| fetch.refused.contains(node)) && self.session.welcomed {
+            fetch.refused.clear();
+            actions.push(Action::Tell(ToCoordinator::Lacks { fence, group: key.group }));
         }
         let Some(next) = next else { return };
         fetch.asked.insert(next);

@@ -83,6 +83,8 @@ impl Node {
                 return;
             }
             let scalars = commit.scalars;
+            // Whatever is still to be computed of it counts no more.
+            self.queue.drop_step(step);
             self.steps.pending.remove(&step);
             // A commit implies that the step before it is retired: its weights make room.
             if let Some(before) = step.0.checked_sub(1).map(Step) {

@@ -49,8 +49,9 @@ pub fn judge(plan: &Plan) -> Result<Ending, String> {
         return Err(format!("step {} after {LIMIT:?}, {}: {:?}; {last:#?}", ending.status.step, ending.status.state, ending.status.waiting_for));
     }
     let expected = reference(&plan.config);
-    if ending.saved != expected {
-        let wrong: Vec<Group> = expected.iter().filter(|(group, root)| ending.saved.get(group) != Some(root)).map(|(group, _)| *group).collect();
+    let is_saved = |(group, root): &(&Group, &Hash)| ending.saved.get(group).is_some_and(|saved| saved.iter().eq([*root]));
+    let wrong: Vec<Group> = expected.iter().filter(|entry| !is_saved(entry)).map(|(group, _)| *group).collect();
+    if !wrong.is_empty() {
         return Err(format!("groups {wrong:?} differ from those of an undisturbed process"));
     }
     let steps = Version(plan.config.run.steps);

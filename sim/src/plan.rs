@@ -69,8 +69,8 @@ pub struct Ending {
     pub time: Time,
     /// Root of the state of each group at the end, by node.
     pub roots: BTreeMap<NodeId, BTreeMap<Group, (Version, Hash)>>,
-    /// Root of each group's state in the last checkpoint on the disks.
-    pub saved: BTreeMap<Group, Hash>,
+    /// Roots of each group's last version on the disks, whatever timeline saved it.
+    pub saved: BTreeMap<Group, BTreeSet<Hash>>,
     /// Faults of the schedule that found somebody to strike.
     pub faults_struck: usize,
     /// How often each crash point was reached.

@@ -7,7 +7,7 @@
 //! This file has the clock. `nodes` performs what nodes want, `coordinating` what the
 //! coordinator wants, `faults` what goes wrong by plan.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use skein_coordinator::machine as coordinator;
@@ -53,6 +53,11 @@ enum Happening {
     NodeDialled {
         node: NodeId,
         life: u32,
+    },
+    /// A control connection stands.
+    Established {
+        node: NodeId,
+        connection: u32,
     },
     /// Something comes over a control connection, which is numbered.
     ToNode {
@@ -216,11 +221,10 @@ impl World {
                 (*node, roots)
             })
             .collect();
-        let mut saved = BTreeMap::new();
-        for ((version, group), (timeline, snapshot)) in self.hosts.values().flat_map(|host| &host.disk) {
-            if *timeline == self.log_timeline() && version.0 == self.plan.config.run.steps {
-                saved.insert(*group, snapshot.root());
-            }
+        let last = Version(self.plan.config.run.steps);
+        let mut saved: BTreeMap<Group, BTreeSet<Hash>> = BTreeMap::new();
+        for ((_, group), (_, snapshot)) in self.hosts.values().flat_map(|host| &host.disk).filter(|((version, _), _)| *version == last) {
+            saved.entry(*group).or_default().insert(snapshot.root());
         }
         Ending {
             losses: status.losses.clone(),
@@ -236,12 +240,6 @@ impl World {
             trace: Hash(*self.trace.finalize().as_bytes()),
             failures: self.failures,
         }
-    }
-
-    /// The newest timeline that is durable.
-    fn log_timeline(&self) -> Timeline {
-        let timelines = self.log.iter().filter_map(|record| if let Record::Timeline { timeline, .. } = record { Some(*timeline) } else { None });
-        timelines.max().unwrap_or_default()
     }
 
     fn schedule(&mut self, after: Duration, happening: Happening) {
@@ -263,6 +261,7 @@ impl World {
             Happening::Node { node, life, event } => self.node_event(node, life, event),
             Happening::Frame { from, to, frame } => self.frame_came(from, to, frame),
             Happening::NodeDialled { node, life } => self.dialled(node, life),
+            Happening::Established { node, connection } => self.established(node, connection),
             Happening::ToNode { node, connection, message } => self.told(node, connection, message),
             Happening::Closed { node, connection, reason } => self.closed(node, connection, reason),
             Happening::StartCoordinator => self.start_coordinator(),
@@ -286,7 +285,11 @@ impl World {
     /// Until when whoever this happens to stands still.
     fn stands_still(&self, happening: &Happening) -> Option<Time> {
         let node = match happening {
-            Happening::Node { node, .. } | Happening::ToNode { node, .. } | Happening::Closed { node, .. } | Happening::NodeDialled { node, .. } => node,
+            Happening::Node { node, .. }
+            | Happening::ToNode { node, .. }
+            | Happening::Closed { node, .. }
+            | Happening::NodeDialled { node, .. }
+            | Happening::Established { node, .. } => node,
             Happening::Frame { to: (node, _), .. } | Happening::Leave(node) => node,
             Happening::Start(_)
             | Happening::StartCoordinator

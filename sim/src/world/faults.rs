@@ -43,11 +43,14 @@ impl World {
             Fault::NotFinite { node, times } => self.alive(node).map(|host| host.not_finite += times).is_some(),
             Fault::DiskFull { node, lasts } => self.alive(node).map(|host| host.disk_full_until = now + lasts).is_some(),
             Fault::Leave { node, returns } => {
-                let lives = self.alive(node).map(|host| host.returns = Some(returns)).is_some();
-                if lives {
-                    self.happen(Happening::Leave(node_id(node)));
+                let life = self.alive(node).map(|host| {
+                    host.returns = Some(returns);
+                    host.life
+                });
+                if let Some(life) = life {
+                    self.schedule(Duration::ZERO, Happening::Node { node: node_id(node), life, event: Event::Leave });
                 }
-                lives
+                life.is_some()
             }
         };
         self.faults_struck += usize::from(struck);

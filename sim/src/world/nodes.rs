@@ -250,7 +250,12 @@ impl World {
         host.connection += 1;
         let connection = host.connection;
         self.schedule(Duration::ZERO, Happening::Opened { life: self.coordinator_life, node, connection });
-        self.schedule(DELAY, Happening::Node { node, life, event: Event::ControlUp });
+        self.schedule(DELAY, Happening::Established { node, connection });
+    }
+
+    pub(super) fn established(&mut self, node: NodeId, connection: u32) {
+        let Some(host) = self.hosts.get(&node).filter(|host| host.connected && host.connection == connection) else { return };
+        self.node_event(node, host.life, Event::ControlUp);
     }
 
     /// The coordinator's word comes over a connection, if it is still the node's.
