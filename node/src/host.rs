@@ -551,7 +551,8 @@ impl Node {
             adds.push((one_id, *sum));
         }
         entry.scratch = entry.scratch.difference(&verdict.dropped);
-        let empty = entry.scratch.is_empty();
+        // A backward under way puts gradients of its own there.
+        let empty = entry.scratch.is_empty() && entry.backward != Progress::Queued;
         if !adds.is_empty() {
             self.queue.push(Task::Add { key, sums: adds });
         }

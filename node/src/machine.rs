@@ -302,7 +302,9 @@ impl Node {
     }
 
     fn computed(&mut self, outcome: Outcome, actions: &mut Vec<Action>) {
-        self.queue.answered();
+        if !self.queue.answered() {
+            return;
+        }
         match outcome {
             Outcome::Finished => {}
             Outcome::Forwarded { key, output, loss } => self.forwarded(key, output, loss, actions),
@@ -342,8 +344,16 @@ pub(crate) struct TaskQueue {
     urgent: VecDeque<Task>,
     backward: VecDeque<Task>,
     forward: VecDeque<Task>,
-    /// Tasks that the engine has and has not answered, in order: whose work they compute, if any.
-    at_engine: VecDeque<Option<WorkKey>>,
+    /// Tasks that the engine has and has not answered, in order.
+    at_engine: VecDeque<AtEngine>,
+}
+
+/// A task that the engine has.
+struct AtEngine {
+    /// The work that it computes, if any.
+    computes: Option<WorkKey>,
+    /// Whether everything was reset since.
+    forgotten: bool,
 }
 
 impl TaskQueue {
@@ -355,6 +365,7 @@ impl TaskQueue {
                 self.forward.clear();
                 self.backward.clear();
                 self.urgent.clear();
+                self.at_engine.iter_mut().for_each(|task| task.forgotten = true);
                 self.urgent.push_back(task);
             }
             Task::Draw { .. }
@@ -383,8 +394,10 @@ impl TaskQueue {
         }
     }
 
-    fn answered(&mut self) {
-        self.at_engine.pop_front();
+    /// Notes that the oldest task at the engine is answered; false if the answer is to be ignored,
+    /// since everything was reset meanwhile and the same names may mean something else.
+    fn answered(&mut self) -> bool {
+        self.at_engine.pop_front().is_some_and(|task| !task.forgotten)
     }
 
     /// Forgets what is queued to be computed of a work.
@@ -402,14 +415,14 @@ impl TaskQueue {
 
     /// Whether the engine still computes something of a work.
     pub(crate) fn is_at_engine(&self, key: WorkKey) -> bool {
-        self.at_engine.contains(&Some(key))
+        self.at_engine.iter().any(|task| task.computes == Some(key))
     }
 
     fn issue(&mut self, actions: &mut Vec<Action>) {
         while self.at_engine.len() < limits::ENGINE_QUEUE {
             let next = self.urgent.pop_front().or_else(|| self.backward.pop_front()).or_else(|| self.forward.pop_front());
             let Some(task) = next else { return };
-            self.at_engine.push_back(computes(&task));
+            self.at_engine.push_back(AtEngine { computes: computes(&task), forgotten: false });
             actions.push(Action::Compute(task));
         }
     }
