@@ -209,6 +209,13 @@ impl Node {
             && self.catchup.shards.get(&(version, group)).is_some_and(|shard| self.source(group).is_some_and(|source| source.root == shard.root))
     }
 
+    /// Whether the disk has a group's state at a version of this timeline, or the one that it began
+    /// from: a version of another timeline is another state.
+    fn has_shard_for_others(&self, group: Group, version: Version) -> bool {
+        let of_this_timeline = self.catchup.shards.get(&(version, group)).is_some_and(|shard| shard.timeline == self.timeline());
+        of_this_timeline || self.is_own_shard_good(group, version)
+    }
+
     /// Who can give a group's state at the version this node needs.
     fn donors(&self, group: Group) -> Vec<NodeId> {
         let me = self.settings.id;
@@ -389,7 +396,7 @@ impl Node {
         if let Some(snapshot) = self.catchup.snapshots.get(&(version, group)) {
             let message = PeerMessage::SnapshotManifest { group, version, byte_len: snapshot.bytes.len() as u64, chunks: snapshot.chunks.clone() };
             self.send(from, Frame::from(message), actions);
-        } else if self.catchup.shards.contains_key(&(version, group)) {
+        } else if self.has_shard_for_others(group, version) {
             let readers = self.catchup.readers.entry((version, group)).or_default();
             if readers.is_empty() {
                 actions.push(Action::LoadShard { group, version });
@@ -402,7 +409,7 @@ impl Node {
 
     pub(crate) fn serve_chunk(&mut self, from: NodeId, group: Group, version: Version, chunk: u32, actions: &mut Vec<Action>) {
         let start = chunk as usize * STATE_CHUNK_BYTES;
-        if !self.catchup.snapshots.contains_key(&(version, group)) && self.catchup.shards.contains_key(&(version, group)) {
+        if !self.catchup.snapshots.contains_key(&(version, group)) && self.has_shard_for_others(group, version) {
             // It was let go meanwhile: read again; the reader asks again.
             return self.serve_manifest(from, self.timeline(), group, version, actions);
         }
