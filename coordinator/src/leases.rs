@@ -88,6 +88,16 @@ impl Leases {
         }
     }
 
+    /// Takes back what misses counts of `uses`: their host is gone, perhaps after its feeder saw the
+    /// microbatch come through.
+    pub(crate) fn return_missing(&mut self, uses: &BitSet, ledger: &StepLedger) {
+        let returned: Vec<Microbatch> = self.held.keys().filter(|microbatch| !ledger.missing(**microbatch).is_disjoint(uses)).copied().collect();
+        for microbatch in returned {
+            self.held.remove(&microbatch);
+            self.queue.insert(microbatch);
+        }
+    }
+
     fn return_one(&mut self, feeder: NodeId, microbatch: Microbatch) {
         if self.held.get(&microbatch).is_some_and(|lease| lease.feeder == feeder) {
             self.held.remove(&microbatch);

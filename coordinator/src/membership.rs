@@ -28,6 +28,8 @@ pub(crate) struct Member {
     pub(crate) present: bool,
     /// Whether no work should go to it, because it is silent.
     pub(crate) suspect: bool,
+    /// Whether what waited for it went elsewhere, since it was last heard.
+    pub(crate) given_up: bool,
     /// Whether it asked to go.
     pub(crate) leaving: bool,
     pub(crate) heard: Time,
@@ -50,6 +52,7 @@ impl Member {
             connected: true,
             present: true,
             suspect: false,
+            given_up: false,
             leaving: false,
             heard: now,
             applied: None,
@@ -68,6 +71,7 @@ impl Member {
             connected: false,
             present: false,
             suspect: true,
+            given_up: false,
             leaving: false,
             heard: Time::default(),
             applied: None,
@@ -195,6 +199,7 @@ impl Coordinator {
             return false;
         };
         member.heard = now;
+        member.given_up = false;
         if member.suspect {
             member.suspect = false;
             self.report(format!("{} is heard again", node.short()), actions);
@@ -329,6 +334,10 @@ impl Coordinator {
     fn give_up_work_of(&mut self, node: NodeId, actions: &mut Vec<Action>) {
         if self.placement.seat(node).is_none() {
             return;
+        }
+        let again = self.members.get_mut(&node).is_some_and(|member| std::mem::replace(&mut member.given_up, true));
+        if !again {
+            self.return_leases_through(node);
         }
         self.leases.return_all_of(node);
         if self.void_sums_of(node, actions) || self.reseal_without(node) {

@@ -242,6 +242,9 @@ impl Coordinator {
         if let Some(member) = self.members.get_mut(&node) {
             member.applied = member.applied.max(version.0.checked_sub(1).map(Step));
         }
+        if let Some(closing) = self.closing.as_mut().filter(|closing| closing.fence.step.makes() <= version) {
+            closing.applied.insert(node);
+        }
         self.report(format!("{} hosts blocks {span}", node.short()), actions);
         self.publish_placement(actions);
         if is_last(&self.config, self.chain.version().step()) && self.uncovered().is_empty() && self.phase == Phase::Training && self.closing.is_none() {
@@ -289,6 +292,7 @@ impl Coordinator {
     /// Takes a node's seat away.
     pub(crate) fn unseat(&mut self, node: NodeId, actions: &mut Vec<Action>) {
         self.leases.return_all_of(node);
+        self.return_leases_through(node);
         self.void_sums_of(node, actions);
         self.reseal_without(node);
         self.placement.seats.retain(|seat| seat.node != node);
@@ -301,6 +305,13 @@ impl Coordinator {
             .any(|block| !self.placement.seats.iter().any(|seat| seat.span.contains(block) && (seat.standing == Standing::Active || loading)));
         if hopeless && matches!(self.phase, Phase::Training | Phase::Finished) {
             self.go_back(actions);
+        }
+    }
+
+    /// Microbatches that may have been lost at a node are leased anew.
+    pub(crate) fn return_leases_through(&mut self, node: NodeId) {
+        if let (Some(seat), Some(open)) = (self.placement.seat(node), &self.open) {
+            self.leases.return_missing(&self.structure.uses_of(seat.span), &open.ledger);
         }
     }
 

@@ -208,6 +208,34 @@ mod tests {
     }
 
     #[test]
+    fn in_mode_exact_the_order_of_microbatches_shows_nowhere() {
+        for boundary in [skein_protocol::codec::Codec::None, skein_protocol::codec::Codec::Bf16] {
+            let mut config = toy::config(2, true, 8, 4);
+            config.run.mode = skein_protocol::config::Mode::Exact;
+            config.wire.boundary = boundary;
+            let structure = toy::structure(&config);
+            let (mut forward, mut backward) = (drawn(&config), drawn(&config));
+            for step in (0..4).map(Step) {
+                solo_step(&mut forward, &config, &structure, step).expect("trains");
+                solo_step_in_order(&mut backward, &config, &structure, step, (0..8).rev().map(Microbatch)).expect("trains");
+            }
+            assert_eq!(roots(&forward), roots(&backward));
+            // It is the same training, in other bits.
+            config.run.mode = skein_protocol::config::Mode::Sync;
+            let mut sync = drawn(&config);
+            for step in (0..4).map(Step) {
+                solo_step(&mut sync, &config, &structure, step).expect("trains");
+            }
+            assert_ne!(roots(&forward), roots(&sync));
+            config.run.mode = skein_protocol::config::Mode::Exact;
+            let a = solo_step(&mut forward, &config, &structure, Step(4)).expect("trains");
+            config.run.mode = skein_protocol::config::Mode::Sync;
+            let b = solo_step(&mut sync, &config, &structure, Step(4)).expect("trains");
+            assert!((a.loss - b.loss).abs() < 2e-2, "{} {}", a.loss, b.loss);
+        }
+    }
+
+    #[test]
     fn a_gradient_lost_or_doubled_shows() {
         let config = toy::config(2, false, 4, 4);
         let structure = toy::structure(&config);

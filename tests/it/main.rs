@@ -3,4 +3,5 @@
 mod cli;
 mod cluster;
 mod processes;
+mod schedules;
 mod swarm;

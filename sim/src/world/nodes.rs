@@ -275,10 +275,7 @@ impl World {
 
 /// The work that a task computes, if it is one whose values may turn out not to be finite.
 fn not_finite(task: &Task) -> Option<WorkKey> {
-    match task {
-        Task::Forward { key, .. } | Task::Backward { key, .. } => Some(*key),
-        _ => None,
-    }
+    if let Task::Forward { key, .. } | Task::Backward { key, .. } = task { Some(*key) } else { None }
 }
 
 /// The reduction that a task reads sums for, and which.

@@ -31,6 +31,14 @@ fn error(outcome: Outcome) -> EngineError {
     error
 }
 
+/// What a sum of mode `sync` holds.
+fn floats(sum: &Sum) -> &[f32] {
+    match &sum.values {
+        sums::Values::Float(values) => values,
+        sums::Values::Fixed(_) => panic!("a sum in fixed point"),
+    }
+}
+
 fn work(microbatch: u32) -> WorkKey {
     WorkKey { step: Step(0), microbatch: Microbatch(microbatch), span: WHOLE }
 }
@@ -110,7 +118,7 @@ fn a_graph_kept_and_a_forward_computed_again_give_the_same_gradients() {
         backward(&mut core, work(0));
         let sums = every_use(&core, 0);
         core.run(Task::Add { key: work(0), sums });
-        results.push(core.sums.values().map(|sum| sum.buffer.to_vec()).collect::<Vec<_>>());
+        results.push(core.sums.values().map(|sum| floats(sum).to_vec()).collect::<Vec<_>>());
     }
     assert_eq!(results[0], results[1]);
 }
@@ -138,7 +146,7 @@ fn spans_pass_boundaries_and_gradients_as_payloads() {
     let mut uncut = drawn();
     compute(&mut uncut, &[0], 0);
     for (id, sum) in &core.sums {
-        assert_eq!(*sum.buffer, *uncut.sums[id].buffer, "sum {id:?}");
+        assert_eq!(floats(sum), floats(&uncut.sums[id]), "sum {id:?}");
     }
 }
 
@@ -165,12 +173,12 @@ fn a_gradient_is_added_once() {
     // Computed again, it may go to another sum, but not to the one that has it.
     forward(&mut core, work(0), true);
     backward(&mut core, work(0));
-    let before = core.sums[&id(1)].buffer.to_vec();
+    let before = floats(&core.sums[&id(1)]).to_vec();
     assert!(matches!(error(core.run(Task::Add { key: work(0), sums: sums.clone() })), EngineError::Conflict(_)));
-    assert_eq!(*core.sums[&id(1)].buffer, *before);
+    assert_eq!(floats(&core.sums[&id(1)]), before);
     assert!(matches!(error(core.run(Task::Add { key: work(0), sums: vec![(Use(1), id(7)), (Use(1), id(8))] })), EngineError::Conflict(_)));
     assert!(matches!(core.run(Task::Add { key: work(0), sums: vec![(Use(1), id(9))] }), Outcome::Added { .. }));
-    assert_eq!(*core.sums[&id(9)].buffer, *before);
+    assert_eq!(floats(&core.sums[&id(9)]), before);
     assert_eq!(core.contributions(id(0)), BTreeMap::from([((Use(0), Microbatch(0)), 1), ((Use(4), Microbatch(0)), 1)]));
     assert_eq!(core.contributions(id(9)), BTreeMap::from([((Use(1), Microbatch(0)), 1)]));
     let again = vec![(Use(1), id(10))];
@@ -195,8 +203,8 @@ fn a_reduction_adds_in_order_and_leaves_sums_as_they_were() {
     compute(&mut core, &[0, 1], 0);
     compute(&mut core, &[2], 10);
     compute(&mut core, &[3], 20);
-    let before: Vec<Vec<f32>> = core.sums.values().map(|sum| sum.buffer.to_vec()).collect();
-    let values = |count: u64, at: usize| core.sums[&id(count)].buffer[at];
+    let before: Vec<Vec<f32>> = core.sums.values().map(|sum| floats(sum).to_vec()).collect();
+    let values = |count: u64, at: usize| floats(&core.sums[&id(count)])[at];
     let expected: Vec<f32> = (0..272).map(|at| values(21, at) + (values(1, at) + values(11, at))).collect();
     let peers: Vec<Payload> = chunks(&core, 1)
         .into_iter()
@@ -219,7 +227,7 @@ fn a_reduction_adds_in_order_and_leaves_sums_as_they_were() {
         expected[range].iter().for_each(|value| norm += f64::from(*value).powi(2));
         assert_eq!(*squared_norm, norm);
     }
-    assert_eq!(core.sums.values().map(|sum| sum.buffer.to_vec()).collect::<Vec<_>>(), before);
+    assert_eq!(core.sums.values().map(|sum| floats(sum).to_vec()).collect::<Vec<_>>(), before);
 }
 
 #[test]
@@ -233,7 +241,7 @@ fn everyone_holds_the_decoded_bytes() {
         assert!(matches!(stored, Outcome::Stored { hash: stored, .. } if stored == hash));
     }
     assert_eq!(*core.reductions[&reduction(1, 0)].result, *other.reductions[&reduction(1, 0)].result);
-    assert_ne!(*core.reductions[&reduction(1, 0)].result, *core.sums[&id(1)].buffer, "the owner rounds too");
+    assert_ne!(*core.reductions[&reduction(1, 0)].result, *floats(&core.sums[&id(1)]), "the owner rounds too");
 }
 
 #[test]

@@ -229,8 +229,13 @@ fn errors_of_the_library_are_one_line() {
 
 /// A model that solo trains on libtorch through the whole engine.
 fn trained(steps: u64) -> (Vec<f32>, Vec<Vec<f32>>) {
+    trained_in(skein_protocol::config::Mode::Sync, steps)
+}
+
+fn trained_in(mode: skein_protocol::config::Mode, steps: u64) -> (Vec<f32>, Vec<Vec<f32>>) {
     device::set_threads(1);
     let mut config = config(true);
+    config.run.mode = mode;
     config.run.steps = steps;
     config.batch.microbatches = 3;
     config.optimizer.learning_rate = 1e-2;
@@ -252,5 +257,15 @@ fn a_model_learns_and_the_same_run_gives_the_same_bits() {
     assert!(losses[19] < losses[0] - 0.5, "{losses:?}");
     let (again, same) = trained(20);
     assert_eq!(losses, again);
+    assert!(same_bits(&weights, &same));
+}
+
+#[test]
+fn in_mode_exact_a_model_learns_as_well() {
+    let (sync, _) = trained(20);
+    let (exact, weights) = trained_in(skein_protocol::config::Mode::Exact, 20);
+    assert!(sync.iter().zip(&exact).all(|(a, b)| (a - b).abs() < 1e-3), "{sync:?} {exact:?}");
+    let (again, same) = trained_in(skein_protocol::config::Mode::Exact, 20);
+    assert_eq!(exact, again);
     assert!(same_bits(&weights, &same));
 }

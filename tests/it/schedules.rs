@@ -1,0 +1,47 @@
+//! Thousands of drawn schedules of faults: whatever dies, the weights at the end are those of one
+//! undisturbed process, bit for bit.
+
+use skein_sim::judge::{judge, shortest_failing_prefix};
+use skein_sim::schedule::draw;
+
+/// Faults of each schedule.
+const FAULTS: usize = 20;
+/// Seeds of each of the tests below.
+const SEEDS: u64 = 500;
+
+fn seeds(first: u64) {
+    let mut struck = 0;
+    for seed in first * SEEDS..(first + 1) * SEEDS {
+        let plan = draw(seed, FAULTS);
+        match judge(&plan) {
+            Ok(ending) => struck += ending.faults_struck,
+            Err(problem) => {
+                let (count, how) = shortest_failing_prefix(&plan).unwrap_or((FAULTS, problem));
+                panic!("seed {seed} with its first {count} faults: {how}\nskein-sim replay --seed {seed} --faults {count}\n{plan:#?}");
+            }
+        }
+    }
+    assert!(struck > 0, "no fault found anybody to strike: the test shows nothing");
+}
+
+macro_rules! blocks_of_seeds {
+    ($($name:ident $first:literal),+ $(,)?) => { $(#[test] fn $name() { seeds($first); })+ };
+}
+
+blocks_of_seeds! { seeds_0 0, seeds_1 1, seeds_2 2, seeds_3 3 }
+
+/// Seeds that found something, with as many faults as they needed.
+#[test]
+fn seeds_that_once_failed() {
+    for (seed, faults) in [(1512, 10), (1533, 10), (3658, 10), (3963, 10), (2259, 20), (8631, 20)] {
+        if let Err(problem) = judge(&draw(seed, faults)) {
+            panic!("seed {seed} with {faults} faults: {problem}");
+        }
+    }
+}
+
+#[test]
+fn a_seed_is_a_whole_bug_report() {
+    let run = || judge(&draw(4, FAULTS)).expect("it ends well").trace;
+    assert_eq!(run(), run());
+}
