@@ -353,7 +353,7 @@ mod tests {
         let mut header: [u8; DATA_HEADER_BYTES] = *whole(&blob(3)).first_chunk().expect("longer than a header");
         header[11..].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(DataHeader::parse(&header), Err(WireError::TooLong { len: u32::MAX as usize, max: limits::TENSOR_BYTES_MAX }));
-        header[10] = 4;
+        header[10] = 200;
         assert!(matches!(DataHeader::parse(&header), Err(WireError::Malformed(_))));
         header[10] = 0;
         assert!(matches!(DataHeader::parse(&header), Err(WireError::Malformed(_))));
