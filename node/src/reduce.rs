@@ -127,6 +127,8 @@ impl Node {
             .map(|part| part.sum)
             .collect();
         if !unusable.is_empty() {
+            // Void on both sides: what they held is computed again.
+            self.void(seal.fence, &unusable);
             actions.push(Action::Tell(ToCoordinator::Lost { fence: seal.fence, sums: unusable }));
             return;
         }
