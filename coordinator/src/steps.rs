@@ -332,7 +332,6 @@ impl Coordinator {
         self.retire_if_possible(actions);
     }
 
-    /// Retires the committed step once enough members of every group have its version (rule 15).
     /// A member cannot get a committed result. Where others have applied and freed it, the member
     /// begins anew from their state; else it may be lost for good ([`Self::go_back_if_lost`]).
     pub(crate) fn lacks(&mut self, node: NodeId, fence: Fence, group: Group, actions: &mut Vec<Action>) {
@@ -369,6 +368,7 @@ impl Coordinator {
         applied < self.retired_step() || lacks
     }
 
+    /// Retires the committed step once enough members of every group have its version (rule 15).
     pub(crate) fn retire_if_possible(&mut self, actions: &mut Vec<Action>) {
         let Some(closing) = &self.closing else { return };
         let safe = self.structure.group_ids().all(|group| {

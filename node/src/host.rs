@@ -5,7 +5,6 @@
 //! its hop is redone, whatever the route: its neighbours answer from what they keep.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Duration;
 
 use skein_protocol::codec::Codec;
 use skein_protocol::id::{Fence, Group, Microbatch, NodeId, Step, SumId, Use};
@@ -18,11 +17,11 @@ use skein_protocol::time::Time;
 use crate::engine::{Task, WorkKey};
 use crate::machine::{Action, Node};
 
+mod again;
+
 /// Frames of steps this node has not reached yet that are kept, and the bytes behind them.
 const EARLY_FRAMES_MAX: usize = 4096;
 const EARLY_BYTES_MAX: usize = 256 * 1024 * 1024;
-/// What may have been lost with a link is said again after so long.
-const SAY_AGAIN_AFTER: Duration = Duration::from_millis(250);
 /// Graphs kept at once; beyond that, backward recomputes.
 const GRAPHS_MAX: usize = 16;
 
@@ -490,11 +489,6 @@ impl Node {
         self.tell_failed(entry.route.feeder, entry.work, hop_number(entry.hop), true, actions);
     }
 
-    fn tell_failed(&mut self, feeder: NodeId, work: WorkId, hop: u16, refused: bool, actions: &mut Vec<Action>) {
-        self.host.failed.insert((feeder, work, hop));
-        self.send(feeder, Frame::from(PeerMessage::HopFailed { work, hop, refused }), actions);
-    }
-
     /// Reports what waits in scratch (rule 1), one message for all that one event brought.
     pub(crate) fn flush_done(&mut self, actions: &mut Vec<Action>) {
         if self.host.to_report.is_empty() || !self.session.welcomed {
@@ -595,57 +589,6 @@ impl Node {
     pub(crate) fn report_again(&mut self) {
         let waiting: Vec<WorkKey> = self.host.entries.iter().filter(|(_, entry)| !entry.scratch.is_empty()).map(|(key, _)| *key).collect();
         self.host.to_report.extend(waiting);
-    }
-
-    /// Neighbours that wait behind a dead link get another way from their feeders. The link may
-    /// also come back, and the feeder be behind it: everything is said again, as markers where the
-    /// tensor may have arrived, until it gets through or the step is retired.
-    pub(crate) fn host_link_down(&mut self, node: NodeId, actions: &mut Vec<Action>) {
-        let mut failed = Vec::new();
-        for entry in self.host.entries.values_mut() {
-            if entry.sent_output && entry.next() == Some(node) && entry.gradient.is_none() {
-                entry.sent_output = false;
-                failed.push((entry.route.feeder, entry.work, entry.hop + 1));
-            }
-            if entry.sent_gradient && entry.previous() == Some(node) {
-                entry.sent_gradient = false;
-                failed.push((entry.route.feeder, entry.work, entry.hop - 1));
-            }
-            if entry.sent_gradient && entry.is_first() && entry.route.feeder == node {
-                entry.sent_gradient = false;
-            }
-        }
-        if self.placement.seat(node).is_some() {
-            self.host.say_again.insert(node, self.now + SAY_AGAIN_AFTER);
-        }
-        for (feeder, work, hop) in failed.into_iter().filter(|(feeder, _, _)| *feeder != node) {
-            self.tell_failed(feeder, work, hop_number(hop), false, actions);
-        }
-    }
-
-    /// Asks the host behind for a gradient of which only a marker came.
-    fn ask_for_gradient(&mut self, key: WorkKey, actions: &mut Vec<Action>) {
-        let Some(entry) = self.host.entries.get(&key).filter(|entry| entry.lacks_gradient && entry.gradient.is_none()) else { return };
-        if let Some(next) = entry.next() {
-            let message = PeerMessage::Missing { work: entry.work, hop: hop_number(entry.hop), backward: true };
-            self.send(next, Frame::from(message), actions);
-        }
-    }
-
-    pub(crate) fn host_timers(&mut self, actions: &mut Vec<Action>) {
-        let due: Vec<NodeId> = self.host.say_again.iter().filter(|(_, at)| **at <= self.now).map(|(node, _)| *node).collect();
-        for node in due {
-            self.host.say_again.remove(&node);
-            let told: Vec<(NodeId, WorkId, u16)> = self.host.failed.iter().filter(|(feeder, _, _)| *feeder == node).copied().collect();
-            for (feeder, work, hop) in told {
-                self.send(feeder, Frame::from(PeerMessage::HopFailed { work, hop, refused: false }), actions);
-            }
-            let keys: Vec<WorkKey> = self.host.entries.keys().copied().collect();
-            for key in keys {
-                self.advance(key, actions);
-                self.ask_for_gradient(key, actions);
-            }
-        }
     }
 }
 
