@@ -193,12 +193,16 @@ impl World {
     /// Runs until all steps are committed and saved, or `limit` has passed.
     pub fn run(mut self, limit: Duration) -> Ending {
         let until = Time::default() + limit;
-        while let Some(((time, _), happening)) = self.queue.pop_first() {
+        while let Some(((time, sequence), happening)) = self.queue.pop_first() {
             if time > until || self.is_over() {
                 break;
             }
             self.now = time;
-            self.happen(happening);
+            // Who stands still takes nothing in; it finds everything, in order, when it goes on.
+            match self.stands_still(&happening) {
+                Some(until) => drop(self.queue.insert((until, sequence), happening)),
+                None => self.happen(happening),
+            }
         }
         self.ending()
     }
@@ -252,10 +256,6 @@ impl World {
     }
 
     fn happen(&mut self, happening: Happening) {
-        // Who stands still takes nothing in; it finds everything when it goes on.
-        if let Some(until) = self.stands_still(&happening) {
-            return self.schedule_at(until, happening);
-        }
         match happening {
             Happening::Start(node) => self.start_node(node),
             Happening::Node { node, life, event } => self.node_event(node, life, event),

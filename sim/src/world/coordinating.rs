@@ -117,7 +117,8 @@ impl World {
                     self.schedule(DELAY * 2, Happening::Hangup { life, node, connection });
                 }
             }
-            coordinator::Action::Report(_) | coordinator::Action::Stopped => {}
+            coordinator::Action::Report(line) => tracing::debug!(at = self.now.as_secs_f64(), line),
+            coordinator::Action::Stopped => {}
         }
         true
     }

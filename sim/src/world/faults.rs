@@ -20,7 +20,7 @@ impl World {
                 self.kill_coordinator();
                 alive
             }
-            Fault::Stop { node, lasts } => self.alive(node).map(|host| host.stopped_until = now + lasts).is_some(),
+            Fault::Stop { node, lasts } => self.alive(node).map(|host| host.stopped_until = host.stopped_until.max(now + lasts)).is_some(),
             Fault::Cut { from, to, both, lasts } => {
                 let (from, to) = (node_id(from), node_id(to));
                 self.network.cut(from, to, now + lasts);
@@ -39,9 +39,9 @@ impl World {
                 }
                 open.is_some()
             }
-            Fault::Mute { node, lasts } => self.alive(node).map(|host| host.muted_until = now + lasts).is_some(),
+            Fault::Mute { node, lasts } => self.alive(node).map(|host| host.muted_until = host.muted_until.max(now + lasts)).is_some(),
             Fault::NotFinite { node, times } => self.alive(node).map(|host| host.not_finite += times).is_some(),
-            Fault::DiskFull { node, lasts } => self.alive(node).map(|host| host.disk_full_until = now + lasts).is_some(),
+            Fault::DiskFull { node, lasts } => self.alive(node).map(|host| host.disk_full_until = host.disk_full_until.max(now + lasts)).is_some(),
             Fault::Leave { node, returns } => {
                 let life = self.alive(node).map(|host| {
                     host.returns = Some(returns);

@@ -131,7 +131,8 @@ impl World {
                 }
                 _ => self.schedule(LINK_NOTICE, Happening::Node { node, life, event: Event::LinkDown(to) }),
             },
-            Action::Peers(_) | Action::Report(_) => {}
+            Action::Report(report) => tracing::debug!(at = self.now.as_secs_f64(), who = node.short(), ?report),
+            Action::Peers(_) => {}
             Action::Compute(task) => self.compute(node, life, task),
             Action::SaveShard { timeline, snapshot } => {
                 let (group, version, root) = (snapshot.group, snapshot.version, snapshot.root());
