@@ -158,6 +158,9 @@ pub(crate) struct SoloArgs {
     /// The run's data
     #[arg(long, value_name = "DIR")]
     pub(crate) data: PathBuf,
+    /// The Hugging Face folder that run.toml imports, if it does
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
     /// Write the trained model here as a Hugging Face folder
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,

@@ -106,8 +106,7 @@ impl Cluster {
         if resume {
             command.arg("--resume");
         }
-        let log = std::fs::File::options().create(true).append(true).open(self.path("coordinator.log")).expect("a log");
-        self.coordinator = Some(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("the coordinator starts"));
+        self.coordinator = Some(self.spawn("coordinator", &mut command));
         let endpoints = wait_for("endpoints.json", || read_json(&state.join("endpoints.json")));
         let address = endpoints["control"][0].as_str().expect("an address").to_owned();
         self.control_port = address.split('/').nth(4).and_then(|port| port.parse().ok()).expect("a port");
@@ -120,11 +119,18 @@ impl Cluster {
 
     /// Starts a node with its folder, bringing the data along.
     pub(crate) fn start_node(&mut self, name: &str, more: &[&str]) {
-        let log = std::fs::File::options().create(true).append(true).open(self.path(&format!("{name}.log"))).expect("a log");
         let mut command = Command::new(program("skein-node"));
         command.args(["start", "--coordinator", &self.address(), "--state", &self.shown(name), "--data", &self.shown("data")]).args(more);
-        let child = command.env("OMP_NUM_THREADS", "1").stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("the node starts");
+        let child = self.spawn(name, &mut command);
         assert!(self.nodes.insert(name.to_owned(), child).is_none(), "{name} runs already");
+    }
+
+    /// Starts a program that logs into a file of its own. What the tests read in it does not depend
+    /// on whoever runs them.
+    fn spawn(&self, name: &str, command: &mut Command) -> Child {
+        let log = std::fs::File::options().create(true).append(true).open(self.path(&format!("{name}.log"))).expect("a log");
+        let plain = command.env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG").env_remove("RUST_BACKTRACE");
+        plain.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("the program starts")
     }
 
     pub(crate) fn log(&self, name: &str) -> String {
@@ -172,6 +178,7 @@ impl Cluster {
         let endpoints = read_json(&self.path("coordinator").join("endpoints.json"))?;
         let address = endpoints["http"].as_str()?.strip_prefix("http://")?.to_owned();
         let mut stream = TcpStream::connect(&address).ok()?;
+        stream.set_read_timeout(Some(GUARD)).ok()?;
         stream.write_all(format!("GET /status HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").as_bytes()).ok()?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).ok()?;
@@ -179,10 +186,18 @@ impl Cluster {
     }
 
     /// Waits until the status is as wanted.
-    pub(crate) fn until(&self, what: &str, wanted: impl Fn(&Status) -> bool) -> Status {
+    pub(crate) fn until(&mut self, what: &str, wanted: impl Fn(&Status) -> bool) -> Status {
         let mut last = None;
         let begun = Instant::now();
         loop {
+            for (name, child) in
+                self.nodes.iter_mut().map(|(name, child)| (name.as_str(), child)).chain(self.coordinator.iter_mut().map(|child| ("coordinator", child)))
+            {
+                if let Some(status) = child.try_wait().expect("it is ours") {
+                    let log = std::fs::read_to_string(self.folder.path().join(format!("{name}.log"))).unwrap_or_default();
+                    panic!("{name} ended ({status}) while waiting for {what}: {log}");
+                }
+            }
             if let Some(status) = self.status() {
                 if wanted(&status) {
                     return status;

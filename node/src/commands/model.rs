@@ -12,13 +12,13 @@ use skein_node::engine::Snapshot;
 use skein_node::engine::torch::device;
 use skein_node::eval::evaluate;
 use skein_node::generate::{Sampling, generate as continue_text};
-use skein_node::huggingface::{self, Export, SpecialTokens};
+use skein_node::huggingface::{self, Export, Import, SpecialTokens};
 use skein_node::init;
 use skein_node::model::predictor::Predictor;
 use skein_node::shell::reader::Reader;
 use skein_protocol::id::{Group, Hash, RunId, Timeline, Version};
 use skein_protocol::manifest::DataManifest;
-use skein_protocol::model::{ModelConfig, Structure};
+use skein_protocol::model::{GroupLayout, ModelConfig, Structure};
 use skein_protocol::net::control::CoordinatorAddress;
 
 use super::{Progress, read_config};
@@ -70,18 +70,26 @@ pub(crate) fn import(model: &Path, state: &Path) -> anyhow::Result<()> {
     let folder = state.join(IMPORTED);
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let mut roots = Vec::new();
-    for (index, (layout, weights)) in structure.groups.iter().zip(&imported.weights).enumerate() {
-        let group = Group(u16::try_from(index).context("the model has too many layers")?);
-        // The optimizer starts from nothing: both its vectors are zero.
-        let mut bytes: Vec<u8> = bytemuck::cast_slice(weights).to_vec();
-        bytes.resize(layout.len * 4 * 3, 0);
-        let snapshot = Snapshot::new(group, Version(0), Bytes::from(bytes));
+    for (layout, snapshot) in structure.groups.iter().zip(version_0(&imported)?) {
         roots.push(checkpoint::save(&folder, &snapshot, layout, RunId::default(), Timeline(0))?.root);
     }
     let table = toml::to_string(&imported.model).context("cannot describe the model")?;
     println!("imported {} parameters into {}", structure.parameters(), state.display());
     println!("put this into run.toml and start a node with --state {}:\n\n[model]\n{table}\n[data]\nimport = \"{}\"", state.display(), Hash::root(&roots));
     Ok(())
+}
+
+/// An imported model as the state that a run begins with, by group.
+pub(crate) fn version_0(imported: &Import) -> anyhow::Result<Vec<Snapshot>> {
+    let layouts = Structure::llama(&imported.model, 1).groups;
+    let snapshot = |(index, (layout, weights)): (usize, (&GroupLayout, &Vec<f32>))| {
+        let group = Group(u16::try_from(index).context("the model has too many layers")?);
+        // The optimizer starts from nothing: both its vectors are zero.
+        let mut bytes: Vec<u8> = bytemuck::cast_slice(weights).to_vec();
+        bytes.resize(layout.len * 4 * 3, 0);
+        Ok(Snapshot::new(group, Version(0), Bytes::from(bytes)))
+    };
+    layouts.iter().zip(&imported.weights).enumerate().map(snapshot).collect()
 }
 
 pub(crate) fn export(coordinator: &CoordinatorAddress, out: &Path) -> anyhow::Result<()> {

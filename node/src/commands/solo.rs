@@ -2,6 +2,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "it reports tokens a second")]
 
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context;
@@ -9,7 +10,8 @@ use skein_node::data::sampler::Sampler;
 use skein_node::data::store::Store;
 use skein_node::engine::core::Core;
 use skein_node::engine::torch::{Torch, device};
-use skein_node::engine::{Engine, Outcome, Task};
+use skein_node::engine::{Engine, Outcome, Snapshot, Task};
+use skein_node::huggingface;
 use skein_node::solo::solo_step_in_order;
 use skein_protocol::config::RunConfig;
 use skein_protocol::id::{Group, Hash, Microbatch, Step};
@@ -22,15 +24,17 @@ pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
     let config = read_config(&args.run)?;
     let steps = args.steps.unwrap_or(config.run.steps);
     let store = Store::open(&args.data, config.data.manifest)?;
-    let sampler = Sampler::new(&store, config.run.seed, config.batch)?;
+    let sampler = Sampler::new(&store, config.model.vocab_size, config.run.seed, config.batch)?;
     let _ = device::load_cuda();
     let place = device::choose(args.device)?;
     device::set_threads(args.threads);
     let structure = config.structure();
     let mut engine = Core::new(Torch::new(&config, Box::new(sampler), place)?, &config, structure.clone());
     let groups: Vec<Group> = structure.group_ids().collect();
-    if let Outcome::Failed { error, .. } = engine.run(Task::Draw { groups: groups.clone() }) {
-        anyhow::bail!("{error}");
+    for task in beginning(&config, args.model.as_deref())? {
+        if let Outcome::Failed { error, .. } = engine.run(task) {
+            anyhow::bail!("{error}");
+        }
     }
     let mut bar = Progress::new(steps, "{wide_bar} step {pos}/{len} {msg} {eta}");
     let mut losses: Vec<f32> = Vec::new();
@@ -60,6 +64,25 @@ pub(crate) fn solo(args: &SoloArgs) -> anyhow::Result<()> {
         println!("{steps} steps, loss {first:.4} to {last:.4}, {rate:.0} tokens/s");
     }
     Ok(())
+}
+
+/// What gives the engine version 0: drawn, or imported as in a swarm.
+fn beginning(config: &RunConfig, model: Option<&Path>) -> anyhow::Result<Vec<Task>> {
+    match (config.data.import, model) {
+        (None, None) => Ok(vec![Task::Draw { groups: config.structure().group_ids().collect() }]),
+        (None, Some(_)) => anyhow::bail!("--model: run.toml imports no model; put what `skein-node import` prints into it"),
+        (Some(_), None) => anyhow::bail!("run.toml imports a model: name its folder with --model"),
+        (Some(wanted), Some(folder)) => {
+            let snapshots = super::model::version_0(&huggingface::import(folder)?)?;
+            let roots: Vec<Hash> = snapshots.iter().map(Snapshot::root).collect();
+            anyhow::ensure!(
+                Hash::root(&roots) == wanted,
+                "{} is not the model that run.toml imports: `skein-node import` prints which it is",
+                folder.display()
+            );
+            Ok(snapshots.into_iter().map(|snapshot| Task::Install { snapshot }).collect())
+        }
+    }
 }
 
 /// The step's microbatches by index, or shuffled by a seed.

@@ -79,6 +79,14 @@ pub enum DataError {
         /// What there must be.
         needed: u64,
     },
+    /// The model knows fewer tokens than the data has.
+    #[error("the data has {data} tokens in its vocabulary, model.vocab_size is {model}: raise it to {data} or more, or build the data with another tokenizer")]
+    Vocabulary {
+        /// Tokens that the model knows.
+        model: usize,
+        /// Tokens of the data's vocabulary.
+        data: usize,
+    },
     /// A token that the vocabulary does not have.
     #[error("{} holds token {token}, the vocabulary has {vocab_size}: {REPAIR}", path.display())]
     Token {

@@ -23,8 +23,15 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Samples from the training tokens of `store`.
-    pub fn new(store: &Store, seed: u64, batch: BatchSection) -> Result<Self, DataError> {
+    /// Samples from the training tokens of `store` for a model of `vocab_size` tokens.
+    ///
+    /// # Errors
+    /// If the model does not know every token of the data, or the data has no whole window.
+    pub fn new(store: &Store, vocab_size: usize, seed: u64, batch: BatchSection) -> Result<Self, DataError> {
+        let needed = store.manifest().vocab_size as usize;
+        if vocab_size < needed {
+            return Err(DataError::Vocabulary { model: vocab_size, data: needed });
+        }
         let tokens = store.train();
         let windows = windows(&tokens, batch.length, "train")?;
         Ok(Self { tokens, seed, batch, windows, permutation: Permutation::new(seed, 0, windows) })
@@ -138,7 +145,7 @@ mod tests {
 
     fn sampler(folder: &std::path::Path, tokens: u16, seed: u64) -> Sampler {
         let tokens: Vec<u16> = (0..tokens).collect();
-        Sampler::new(&store_of(folder, &tokens, &[1], 7), seed, BATCH).expect("enough tokens")
+        Sampler::new(&store_of(folder, &tokens, &[1], 7), 7, seed, BATCH).expect("enough tokens")
     }
 
     fn first_tokens(sampler: &mut Sampler, steps: std::ops::Range<u64>) -> Vec<u32> {
@@ -193,7 +200,9 @@ mod tests {
     #[test]
     fn too_little_text_is_an_error_that_says_how_much() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let error = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4], &[1], 7), 0, BATCH).expect_err("five are needed");
+        let small = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4, 5], &[1], 7), 6, 0, BATCH).expect_err("a token is unknown");
+        assert!(matches!(small, DataError::Vocabulary { model: 6, data: 7 }));
+        let error = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4], &[1], 7), 7, 0, BATCH).expect_err("five are needed");
         assert_eq!(error.to_string(), "the train data has 4 tokens, at least 5 are needed: add text, or lower batch.length");
         assert_eq!(sampler(folder.path(), 5, 0).windows(), 1);
     }

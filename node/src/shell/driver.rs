@@ -328,7 +328,7 @@ impl Daemon {
             return Ok(());
         }
         let Some(store) = self.data.open(config.data.manifest)? else { return Ok(()) };
-        let sampler = Sampler::new(store, config.run.seed, config.batch)?;
+        let sampler = Sampler::new(store, config.model.vocab_size, config.run.seed, config.batch)?;
         let Some(make) = self.make_engine.take() else { return Ok(()) };
         let engine = move || make(config, Box::new(sampler) as Box<dyn Samples>);
         let compute = Compute::start(engine, self.share, self.answers.clone());
