@@ -98,6 +98,11 @@ impl Leases {
         }
     }
 
+    /// Takes back the leases of microbatches whose counts are lost.
+    pub(crate) fn take_back(&mut self, microbatches: &BitSet) {
+        self.held.retain(|microbatch, _| !microbatches.contains(microbatch.0 as usize));
+    }
+
     fn return_one(&mut self, feeder: NodeId, microbatch: Microbatch) {
         if self.held.get(&microbatch).is_some_and(|lease| lease.feeder == feeder) {
             self.held.remove(&microbatch);

@@ -90,7 +90,7 @@ impl StepLedger {
     /// reporter is told of the void sum and reports again under another one.
     pub fn report(&mut self, node: NodeId, span: Span, done: &Done) -> Result<Verdict, DoneError> {
         self.check(node, span, done)?;
-        let mut verdict = Verdict { microbatch: done.microbatch, counted: BitSet::new(), dropped: BitSet::new() };
+        let mut verdict = Verdict { microbatch: done.microbatch, sums: done.sums.clone(), counted: BitSet::new(), dropped: BitSet::new() };
         let index = done.microbatch.0 as usize;
         for one in done.uses.iter() {
             let id = Use(u16::try_from(one).expect("checked"));
@@ -178,19 +178,22 @@ impl StepLedger {
         fits
     }
 
-    /// Makes a sum void: what it held is missing again.
-    pub fn void(&mut self, sum_id: SumId) {
-        let Some(sum) = self.sums.get_mut(&sum_id) else { return };
+    /// Makes a sum void; the microbatches of which something is missing again.
+    pub fn void(&mut self, sum_id: SumId) -> BitSet {
+        let mut returned = BitSet::new();
+        let Some(sum) = self.sums.get_mut(&sum_id) else { return returned };
         if sum.state == SumState::Void {
-            return;
+            return returned;
         }
         sum.state = SumState::Void;
         for (one, pairs) in std::mem::take(&mut sum.counted) {
             for index in pairs.iter() {
                 assert_eq!(self.counted[usize::from(one.0)][index].take(), Some(sum_id), "a pair counts in one live sum");
                 self.returned += 1;
+                returned.insert(index);
             }
         }
+        returned
     }
 
     /// The sums of `node` that are not void, and those that are.

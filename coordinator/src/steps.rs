@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use skein_protocol::id::{Chunk, Fence, Group, Hash, NodeId, ReduceAttempt, Step, SumId};
 use skein_protocol::limits;
 use skein_protocol::message::control::{Commit, Done, FromCoordinator, Seal, SliceOwner};
-use skein_protocol::placement::Standing;
+use skein_protocol::placement::{Seat, Standing};
 use skein_protocol::time::Time;
 
 use crate::ledger::StepLedger;
 use crate::machine::{Action, Coordinator, Phase, is_last, quorum};
+use crate::membership::Member;
 use crate::record::Record;
 
 /// The step that runs.
@@ -65,12 +66,6 @@ impl Coordinator {
         }
     }
 
-    fn requeue(&mut self) {
-        if let Some(open) = &self.open {
-            self.leases.requeue(&open.ledger, self.config.batch.microbatches);
-        }
-    }
-
     /// What a host has computed (rules 1 and 2).
     pub(crate) fn done(&mut self, from: NodeId, fence: Fence, entries: &[Done], actions: &mut Vec<Action>) {
         let Some(seat) = self.placement.seat(from).filter(|seat| seat.standing == Standing::Active) else { return };
@@ -115,34 +110,39 @@ impl Coordinator {
 
     /// The holder says that these sums cannot be used.
     pub(crate) fn lost_sums(&mut self, from: NodeId, fence: Fence, sums: &[SumId]) {
-        let Some(open) = self.open.as_mut().filter(|open| open.ledger.fence() == fence) else { return };
+        let Some(open) = self.open.as_ref().filter(|open| open.ledger.fence() == fence) else { return };
         let (live, _) = open.ledger.sums_of(from);
-        for sum in sums.iter().filter(|sum| live.contains(sum)) {
-            open.ledger.void(*sum);
+        let lost: Vec<SumId> = sums.iter().filter(|sum| live.contains(sum)).copied().collect();
+        self.void_sums(&lost);
+    }
+
+    /// What these sums held is to be done again. Its leases end: their feeders may have seen the
+    /// microbatches come through.
+    fn void_sums(&mut self, sums: &[SumId]) {
+        let Some(open) = &mut self.open else { return };
+        for sum in sums {
             open.groups.retain(|_, sealed| !sealed.covers(*sum));
+            let returned = open.ledger.void(*sum);
+            self.leases.take_back(&returned);
         }
-        self.requeue();
+        self.leases.requeue(&open.ledger, self.config.batch.microbatches);
     }
 
     /// Voids the sums of a node that is given up (rule 18), except in groups whose result is
     /// already held by enough others. Whether there were any.
     pub(crate) fn void_sums_of(&mut self, node: NodeId, actions: &mut Vec<Action>) -> bool {
         let ready: Vec<Group> = self.structure.group_ids().filter(|group| self.agreed(*group, Some(node)).is_some()).collect();
-        let Some(open) = &mut self.open else { return false };
+        let Some(open) = &self.open else { return false };
         let (live, _) = open.ledger.sums_of(node);
         let void: Vec<SumId> = live.into_iter().filter(|sum| open.ledger.group_of(*sum).is_some_and(|group| !ready.contains(&group))).collect();
-        for sum in &void {
-            open.ledger.void(*sum);
-            open.groups.retain(|_, sealed| !sealed.covers(*sum));
-        }
+        let fence = open.ledger.fence();
+        self.void_sums(&void);
         if void.is_empty() {
             return false;
         }
-        let fence = open.ledger.fence();
         if self.members.get(&node).is_some_and(|member| member.connected) {
             actions.push(Action::Send { to: node, message: FromCoordinator::Void { fence, sums: void } });
         }
-        self.requeue();
         true
     }
 
@@ -174,11 +174,11 @@ impl Coordinator {
             if open.groups.contains_key(&group) || !open.ledger.is_complete(group) {
                 continue;
             }
-            // The seal waits for nothing else now: sums of silent holders are given up.
-            let silent: Vec<NodeId> =
-                open.ledger.holders_of(group).into_iter().filter(|node| !self.members.get(node).is_some_and(super::membership::Member::is_live)).collect();
-            if !silent.is_empty() {
-                for node in silent {
+            // The seal waits for nothing else now: sums of silent holders are given up, and those that
+            // stayed for the sake of a result which is void since, though their holder began anew.
+            let gone: Vec<NodeId> = open.ledger.holders_of(group).into_iter().filter(|node| !self.is_live_member(*node, group)).collect();
+            if !gone.is_empty() {
+                for node in gone {
                     self.void_sums_of(node, actions);
                 }
                 continue;
@@ -213,7 +213,7 @@ impl Coordinator {
             Standing::Joining { from } => from <= fence.step.runs_on() && self.structure.groups_of(seat.span).contains(&group),
         });
         let mut receivers = owners.clone();
-        receivers.extend(listeners.map(|seat| seat.node).filter(|node| self.members.get(node).is_some_and(super::membership::Member::is_live)));
+        receivers.extend(listeners.map(|seat| seat.node).filter(|node| self.members.get(node).is_some_and(Member::is_live)));
         self.attempts += 1;
         let open = self.open.as_mut().expect("the caller has an open step");
         let chunks = self.structure.layout(group).chunks(self.config.reduce.chunk);
@@ -262,11 +262,15 @@ impl Coordinator {
     pub(crate) fn live_members(&self, group: Group, except: Option<NodeId>) -> Vec<NodeId> {
         self.placement
             .active()
-            .filter(|seat| Some(seat.node) != except && self.structure.groups_of(seat.span).contains(&group))
             .map(|seat| seat.node)
-            .filter(|node| self.members.get(node).is_some_and(super::membership::Member::is_live))
+            .filter(|node| Some(*node) != except && self.is_live_member(*node, group))
             .take(limits::REDUCERS_MAX)
             .collect()
+    }
+
+    fn is_live_member(&self, node: NodeId, group: Group) -> bool {
+        let hosts_it = |seat: &&Seat| seat.standing == Standing::Active && self.structure.groups_of(seat.span).contains(&group);
+        self.placement.seat(node).filter(hosts_it).is_some() && self.members.get(&node).is_some_and(Member::is_live)
     }
 
     /// The digest on which enough live members agree (rule 13), once all norms are known.

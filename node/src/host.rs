@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use skein_protocol::codec::Codec;
-use skein_protocol::id::{Fence, Group, Microbatch, NodeId, Step, SumId, Use};
-use skein_protocol::message::control::{Done, SumReport, ToCoordinator, Verdict};
+use skein_protocol::id::{Group, Microbatch, NodeId, Step, SumId, Use};
+use skein_protocol::message::control::SumReport;
 use skein_protocol::message::data::{Frame, PeerMessage, Route, WorkId};
 use skein_protocol::set::BitSet;
 use skein_protocol::tensor::Payload;
@@ -18,6 +18,7 @@ use crate::engine::{Task, WorkKey};
 use crate::machine::{Action, Node};
 
 mod again;
+mod count;
 
 /// Frames of steps this node has not reached yet that are kept, and the bytes behind them.
 const EARLY_FRAMES_MAX: usize = 4096;
@@ -59,6 +60,8 @@ struct Entry {
     input: Option<Payload>,
     output: Option<Payload>,
     gradient: Option<Payload>,
+    /// Whether the host behind has answered this attempt: its part is done.
+    answered: bool,
     /// The host behind says that it has sent the gradient, in this life or another.
     lacks_gradient: bool,
     input_gradient: Option<Payload>,
@@ -182,6 +185,7 @@ impl Entry {
             input: None,
             output: None,
             gradient: None,
+            answered: false,
             lacks_gradient: false,
             input_gradient: None,
             loss: None,
@@ -257,7 +261,7 @@ impl Node {
             Some(entry) => {
                 if work.attempt > entry.work.attempt {
                     (entry.work, entry.mask, entry.route, entry.hop) = (work, mask, route, hop_index);
-                    (entry.sent_output, entry.sent_gradient) = (false, false);
+                    (entry.sent_output, entry.sent_gradient, entry.answered) = (false, false, false);
                     // Asked again for what was reported: the report was lost with the coordinator.
                     if !entry.scratch.is_empty() {
                         self.host.to_report.insert(key);
@@ -289,6 +293,7 @@ impl Node {
         if payload.as_ref().is_some_and(|payload| payload.expect(boundary).is_err()) || entry.next() != Some(from) {
             return;
         }
+        entry.answered = true;
         if entry.gradient.is_none() {
             match payload {
                 Some(payload) => entry.gradient = Some(payload),
@@ -487,108 +492,6 @@ impl Node {
         self.host.to_report.remove(&key);
         self.queue.push(Task::Discard { key });
         self.tell_failed(entry.route.feeder, entry.work, hop_number(entry.hop), true, actions);
-    }
-
-    /// Reports what waits in scratch (rule 1), one message for all that one event brought.
-    pub(crate) fn flush_done(&mut self, actions: &mut Vec<Action>) {
-        if self.host.to_report.is_empty() || !self.session.welcomed {
-            return;
-        }
-        let Some(run) = &self.run else { return };
-        let mut by_step: BTreeMap<Step, Vec<Done>> = BTreeMap::new();
-        for key in std::mem::take(&mut self.host.to_report) {
-            let Some(entry) = self.host.entries.get(&key) else { continue };
-            let groups: BTreeSet<Group> = entry.scratch.iter().map(|one| run.structure.uses[one].0).collect();
-            let (microbatch, attempt, uses, loss) = (key.microbatch, entry.work.attempt, entry.scratch.clone(), entry.loss);
-            let sums: Vec<(Group, SumId)> = groups.into_iter().map(|group| (group, self.host.open_sum(key.step, group))).collect();
-            if let Some(entry) = self.host.entries.get_mut(&key) {
-                entry.reported.clone_from(&sums);
-            }
-            by_step.entry(key.step).or_default().push(Done { microbatch, attempt, uses, sums, loss });
-        }
-        for (step, entries) in by_step {
-            let fence = Fence { timeline: self.timeline(), step };
-            actions.push(Action::Tell(ToCoordinator::Done { fence, entries }));
-        }
-    }
-
-    /// The ledger's answers: add what is counted (rule 3), drop what another sum has.
-    pub(crate) fn counted(&mut self, fence: Fence, verdicts: &[Verdict]) {
-        if !self.is_current(fence) {
-            return;
-        }
-        for verdict in verdicts {
-            let keys = self.keys_of(fence.step, verdict.microbatch);
-            for key in keys {
-                self.count_entry(key, verdict);
-            }
-        }
-    }
-
-    fn keys_of(&self, step: Step, microbatch: Microbatch) -> Vec<WorkKey> {
-        self.host.entries.keys().filter(|key| key.step == step && key.microbatch == microbatch).copied().collect()
-    }
-
-    fn count_entry(&mut self, key: WorkKey, verdict: &Verdict) {
-        let Some(run) = &self.run else { return };
-        let Some(entry) = self.host.entries.get_mut(&key).filter(|entry| !entry.reported.is_empty()) else { return };
-        let mut adds = Vec::new();
-        for one in entry.scratch.intersection(&verdict.counted).iter() {
-            let group = run.structure.uses[one].0;
-            let Some((_, sum)) = entry.reported.iter().find(|(of, _)| *of == group) else { continue };
-            // The sum was voided while the answer was on its way.
-            let Some(record) = self.host.sums.get_mut(sum) else { continue };
-            let one_id = Use(u16::try_from(one).expect("below the number of uses"));
-            record.counted.entry(one_id).or_default().insert(key.microbatch.0 as usize);
-            entry.counted.insert(one_id, *sum);
-            entry.scratch.remove(one);
-            adds.push((one_id, *sum));
-        }
-        entry.scratch = entry.scratch.difference(&verdict.dropped);
-        // A backward under way puts gradients of its own there.
-        let empty = entry.scratch.is_empty() && entry.backward != Progress::Queued;
-        if !adds.is_empty() {
-            self.queue.push(Task::Add { key, sums: adds });
-        }
-        if empty {
-            self.queue.push(Task::Discard { key });
-        }
-    }
-
-    /// Sums that count no more; gradients reported for them are reported again for fresh ones.
-    pub(crate) fn void(&mut self, fence: Fence, sums: &[SumId]) {
-        if !self.is_current(fence) {
-            return;
-        }
-        let void: Vec<SumId> = sums.iter().filter(|sum| self.host.sums.remove(sum).is_some()).copied().collect();
-        self.host.open_sums.retain(|_, sum| !void.contains(sum));
-        for (key, entry) in &mut self.host.entries {
-            entry.counted.retain(|_, sum| !void.contains(sum));
-            if !entry.scratch.is_empty() && entry.reported.iter().any(|(_, sum)| void.contains(sum)) {
-                self.host.to_report.insert(*key);
-            }
-        }
-        if !void.is_empty() {
-            self.reductions_without(&void);
-            self.queue.push(Task::DropSums { sums: void });
-        }
-    }
-
-    /// After a welcome: sums that are not live any more are void (rule 4).
-    pub(crate) fn keep_only_sums(&mut self, live: &[SumId]) {
-        let by_step: Vec<(Step, SumId)> = self.host.sums.iter().filter(|(sum, _)| !live.contains(sum)).map(|(sum, record)| (record.step, *sum)).collect();
-        for (step, sum) in by_step {
-            // Sums of a committed step stay until it is retired.
-            if self.newest_commit().is_none_or(|committed| step > committed) {
-                self.void(Fence { timeline: self.timeline(), step }, &[sum]);
-            }
-        }
-    }
-
-    /// Reports again whatever was not answered when the connection went.
-    pub(crate) fn report_again(&mut self) {
-        let waiting: Vec<WorkKey> = self.host.entries.iter().filter(|(_, entry)| !entry.scratch.is_empty()).map(|(key, _)| *key).collect();
-        self.host.to_report.extend(waiting);
     }
 }
 

@@ -219,10 +219,10 @@ impl Node {
             Event::Leave => self.leave(actions),
             Event::Timer => {}
         }
+        self.timers(actions);
         while let Some(frame) = self.local.pop_front() {
             self.peer(self.settings.id, frame, actions);
         }
-        self.timers(actions);
         self.flush_done(actions);
         self.queue.issue(actions);
     }

@@ -24,6 +24,9 @@ const EARLY_BYTES_MAX: usize = 256 * 1024 * 1024;
 const RESEND_AFTER: Duration = Duration::from_millis(300);
 /// How long to wait for the chunks of a committed result before asking another holder.
 const FETCH_AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// How long a reduction may bring nothing before its result is asked for: chunks may have come
+/// before this node was in the timeline.
+const STALLED_AFTER: Duration = Duration::from_secs(3);
 
 /// The reductions of steps that are not retired.
 #[derive(Default)]
@@ -111,7 +114,7 @@ impl Reduction {
 impl Node {
     /// The order to reduce a group.
     pub(crate) fn sealed(&mut self, seal: Seal, actions: &mut Vec<Action>) {
-        if !self.is_current(seal.fence) || !self.is_member(seal.group) {
+        if !self.is_current(seal.fence) {
             return;
         }
         let key = ReductionKey { step: seal.fence.step, group: seal.group, attempt: seal.attempt };
@@ -132,6 +135,9 @@ impl Node {
             actions.push(Action::Tell(ToCoordinator::Lost { fence: seal.fence, sums: unusable }));
             return;
         }
+        if !self.is_member(seal.group) {
+            return;
+        }
         self.drop_older_attempts(key);
         let mut contributors: Vec<NodeId> = Vec::new();
         for part in &seal.cover {
@@ -146,7 +152,7 @@ impl Node {
             seal: Some(seal),
             reported: false,
             digest: None,
-            fetch: None,
+            fetch: Some(Fetch { asked: BTreeSet::new(), refused: BTreeSet::new(), at: self.now + STALLED_AFTER }),
         };
         self.reduce.reductions.insert(key, reduction);
         self.contribute(key, None);
@@ -307,6 +313,9 @@ impl Node {
         }
         state.asked = true;
         state.result = Some(payload.clone());
+        if let Some(fetch) = &mut reduction.fetch {
+            fetch.at = fetch.at.max(self.now + FETCH_AGAIN_AFTER);
+        }
         self.queue.push(Task::StoreChunk { key, chunk, payload });
     }
 
@@ -430,7 +439,8 @@ impl Node {
         if holders.iter().all(|node| fetch.asked.contains(node)) {
             fetch.asked.clear();
         }
-        if holders.iter().all(|node| fetch.refused.contains(node)) && self.session.welcomed {
+        let committed = self.session.commits.back().is_some_and(|newest| fence <= newest.fence);
+        if holders.iter().all(|node| fetch.refused.contains(node)) && self.session.welcomed && committed {
             fetch.refused.clear();
             actions.push(Action::Tell(ToCoordinator::Lacks { fence, group: key.group }));
         }

@@ -24,7 +24,7 @@ impl Node {
     pub(crate) fn host_link_down(&mut self, node: NodeId, actions: &mut Vec<Action>) {
         let mut failed = Vec::new();
         for entry in self.host.entries.values_mut() {
-            if entry.sent_output && entry.next() == Some(node) && entry.gradient.is_none() {
+            if entry.sent_output && entry.next() == Some(node) && !entry.answered {
                 entry.sent_output = false;
                 failed.push((entry.route.feeder, entry.work, entry.hop + 1));
             }

@@ -317,7 +317,9 @@ pub struct Grant {
 pub struct Verdict {
     /// The microbatch.
     pub microbatch: Microbatch,
-    /// Uses to add to the sums named in the `Done`.
+    /// The sums named in the `Done`: a report may be answered after the next one was made.
+    pub sums: Vec<(Group, SumId)>,
+    /// Uses to add to these sums.
     pub counted: BitSet,
     /// Uses that another sum has: drop them.
     pub dropped: BitSet,

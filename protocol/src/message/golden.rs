@@ -108,7 +108,7 @@ fn from_coordinator() -> Vec<(&'static str, FromCoordinator)> {
         checkpoint: Some((VERSION, vec![(GROUP, hash(3))])),
     };
     let grant = Grant { microbatch: Microbatch(7), lease: 4, mask: set(&[2]), holders: vec![(Span::new(0, 3), node(1))], last: true };
-    let verdict = Verdict { microbatch: Microbatch(7), counted: set(&[1]), dropped: set(&[2]) };
+    let verdict = Verdict { microbatch: Microbatch(7), sums: vec![(GROUP, SUM)], counted: set(&[1]), dropped: set(&[2]) };
     let seal = Seal {
         fence: FENCE,
         group: GROUP,
