@@ -89,7 +89,7 @@ impl Coordinator {
         let version = match self.phase {
             Phase::Finished => self.chain.version(),
             Phase::Stopping { version } => version,
-            Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Training => return,
+            Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Training | Phase::Paused { .. } => return,
         };
         if !self.complete.contains(&version) && self.now.since(self.asked_checkpoint) > ASK_AGAIN_AFTER {
             self.request_checkpoint(version, actions);
@@ -162,7 +162,7 @@ impl Coordinator {
                 self.stop_if_saved(actions);
             }
             Phase::Stopping { .. } => {}
-            Phase::Training | Phase::Finished | Phase::Waiting { .. } | Phase::Recovering { .. } => actions.push(Action::Stopped),
+            Phase::Training | Phase::Finished | Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Paused { .. } => actions.push(Action::Stopped),
         }
     }
 

@@ -9,6 +9,7 @@ mod chain;
 mod checkpoints;
 #[cfg(feature = "shell")]
 pub mod driver;
+mod guard;
 #[cfg(feature = "shell")]
 pub mod http;
 mod leases;

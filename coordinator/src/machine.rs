@@ -86,6 +86,11 @@ pub(crate) enum Phase {
     },
     /// Steps are done, or would be if every block had a host.
     Training,
+    /// The run has diverged: nothing is done until a person has looked.
+    Paused {
+        /// For the user.
+        why: String,
+    },
     /// The user asked to stop; the checkpoint of this version is awaited.
     Stopping {
         /// The version.
@@ -105,6 +110,8 @@ pub struct Coordinator {
     pub(crate) now: Time,
     pub(crate) phase: Phase,
     pub(crate) members: BTreeMap<NodeId, Member>,
+    /// Whose connection stands and has brought no hello yet.
+    pub(crate) strangers: BTreeSet<NodeId>,
     pub(crate) placement: Placement,
     pub(crate) chain: Chain,
     /// The step that runs, while one does.
@@ -140,6 +147,7 @@ impl Coordinator {
             now: Time::default(),
             phase: Phase::Waiting { why: "no node has joined yet".to_owned() },
             members: BTreeMap::new(),
+            strangers: BTreeSet::new(),
             // Nodes know epochs of earlier lives: those of this one are higher.
             placement: Placement { epoch: Epoch(boot << 32), ..Placement::default() },
             chain: Chain::default(),
@@ -232,6 +240,7 @@ impl Coordinator {
             ToCoordinator::Traffic { links, sent_per_second, received_per_second: _ } => self.traffic(from, links, sent_per_second),
             ToCoordinator::Lacks { fence, group } => self.lacks(from, fence, group, actions),
             ToCoordinator::Returned { fence, leases } => self.returned(from, fence, &leases),
+            ToCoordinator::NotFinite { fence, microbatch } => self.not_finite(from, fence, microbatch, actions),
         }
     }
 

@@ -87,11 +87,16 @@ impl Member {
 }
 
 impl Coordinator {
-    pub(crate) fn connected(&mut self, _node: NodeId) {
-        // Nothing is known and nothing is kept before the hello.
+    pub(crate) fn connected(&mut self, node: NodeId) {
+        // Nothing else is known and nothing is kept before the hello.
+        self.strangers.insert(node);
     }
 
     pub(crate) fn hello(&mut self, node: NodeId, hello: Hello, actions: &mut Vec<Action>) {
+        // A hello says what was so when the connection was made: a second one is out of date.
+        if !self.strangers.remove(&node) {
+            return;
+        }
         if let Err(reason) = self.admit(&hello) {
             self.report(format!("refused {}: {reason}", node.short()), actions);
             actions.push(Action::Send { to: node, message: FromCoordinator::Refused { reason } });
@@ -209,6 +214,7 @@ impl Coordinator {
     }
 
     pub(crate) fn disconnected(&mut self, node: NodeId, actions: &mut Vec<Action>) {
+        self.strangers.remove(&node);
         let Some(member) = self.members.get_mut(&node).filter(|member| member.connected) else {
             return;
         };
@@ -340,7 +346,9 @@ impl Coordinator {
             self.return_leases_through(node);
         }
         self.leases.return_all_of(node);
-        if self.void_sums_of(node, actions) || self.reseal_without(node) {
+        // Both: what it owns of a reduction need not be where its sums are.
+        let was_needed = [self.void_sums_of(node, actions), self.reseal_without(node)];
+        if was_needed.contains(&true) {
             self.publish_placement(actions);
         }
     }

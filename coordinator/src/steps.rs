@@ -8,6 +8,7 @@ use skein_protocol::message::control::{Commit, Done, FromCoordinator, Seal, Slic
 use skein_protocol::placement::{Seat, Standing};
 use skein_protocol::time::Time;
 
+use crate::guard::NotFinite;
 use crate::ledger::StepLedger;
 use crate::machine::{Action, Coordinator, Phase, is_last, quorum};
 use crate::membership::Member;
@@ -19,6 +20,7 @@ pub(crate) struct OpenStep {
     pub(crate) ledger: StepLedger,
     pub(crate) groups: BTreeMap<Group, Sealed>,
     pub(crate) since: Time,
+    pub(crate) not_finite: NotFinite,
 }
 
 /// A group that is being reduced.
@@ -57,7 +59,7 @@ impl Coordinator {
 
     pub(crate) fn new_step(&self) -> OpenStep {
         let ledger = StepLedger::new(self.fence(), &self.structure, self.config.batch.microbatches as usize);
-        OpenStep { ledger, groups: BTreeMap::new(), since: self.now }
+        OpenStep { ledger, groups: BTreeMap::new(), since: self.now, not_finite: NotFinite::default() }
     }
 
     pub(crate) fn reset_leases(&mut self) {
@@ -77,6 +79,7 @@ impl Coordinator {
         let mut verdicts = Vec::with_capacity(entries.len());
         let mut void = BTreeSet::new();
         let mut wrong = None;
+        let mut done_well = Vec::new();
         for done in entries {
             match open.ledger.report(from, span, done) {
                 Ok(verdict) => {
@@ -90,6 +93,7 @@ impl Coordinator {
                         && let Some(member) = self.members.get_mut(&from)
                     {
                         member.work.counted(self.structure.span_flops(span), self.now);
+                        done_well.push(done.microbatch);
                     }
                     verdicts.push(verdict);
                 }
@@ -101,6 +105,9 @@ impl Coordinator {
         }
         if !void.is_empty() {
             actions.push(Action::Send { to: from, message: FromCoordinator::Void { fence, sums: void.into_iter().collect() } });
+        }
+        for microbatch in done_well {
+            self.outdone(from, span, microbatch, actions);
         }
         if let Some(error) = wrong {
             self.report(format!("{} reported what it cannot have computed ({error}): disconnected", from.short()), actions);

@@ -320,9 +320,7 @@ impl Coordinator {
         let leaving: Vec<NodeId> = self.members.iter().filter(|(_, member)| member.leaving).map(|(node, _)| *node).collect();
         for index in 0..self.placement.seats.len() {
             let node = self.placement.seats[index].node;
-            let span = self.placement.seats[index].span;
-            let stays = |node: &NodeId| self.members.get(node).is_some_and(|member| member.is_live() && !member.leaving);
-            let replaceable = span.blocks().all(|block| self.placement.replicas(block).any(|other| other.node != node && stays(&other.node)));
+            let replaceable = self.is_replaceable(node);
             let member = self.members.get(&node);
             let seat = &mut self.placement.seats[index];
             seat.suspect = !member.is_some_and(Member::is_live) || (leaving.contains(&node) && replaceable);
@@ -330,6 +328,13 @@ impl Coordinator {
         }
         self.placement.epoch = Epoch(self.placement.epoch.0 + 1);
         self.broadcast(&FromCoordinator::Placement(Box::new(self.placement.clone())), actions);
+    }
+
+    /// Whether every block of a node's span has another replica that is live and stays.
+    pub(crate) fn is_replaceable(&self, node: NodeId) -> bool {
+        let stays = |node: &NodeId| self.members.get(node).is_some_and(|member| member.is_live() && !member.leaving);
+        let has_other = |block| self.placement.replicas(block).any(|other| other.node != node && stays(&other.node));
+        self.placement.seat(node).is_some_and(|seat| seat.span.blocks().all(has_other))
     }
 
     /// What a node that is back may have missed while it was away.
@@ -340,7 +345,7 @@ impl Coordinator {
         match self.phase {
             Phase::Stopping { version } => self.request_checkpoint(version, actions),
             Phase::Finished => actions.push(Action::Send { to: node, message: FromCoordinator::Finished { version: self.chain.version() } }),
-            Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Training => {}
+            Phase::Waiting { .. } | Phase::Recovering { .. } | Phase::Training | Phase::Paused { .. } => {}
         }
         if let Phase::Recovering { awaited, .. } = &self.phase
             && awaited.is_empty()

@@ -113,6 +113,7 @@ impl Coordinator {
                 Phase::Recovering { .. } => "recovering",
                 Phase::Training if stalled => "stalled",
                 Phase::Training => "training",
+                Phase::Paused { .. } => "paused",
                 Phase::Stopping { .. } => "stopping",
                 Phase::Finished => "finished",
             }
@@ -153,7 +154,7 @@ impl Coordinator {
 
     fn waiting_for(&self, stalled: bool) -> Option<String> {
         match &self.phase {
-            Phase::Waiting { why } => Some(why.clone()),
+            Phase::Waiting { why } | Phase::Paused { why } => Some(why.clone()),
             Phase::Recovering { awaited, .. } => Some(format!("{} nodes to come back", awaited.len())),
             Phase::Stopping { version } => Some(format!("version {version} to be saved")),
             Phase::Training if stalled => Some("a host for every block".to_owned()),

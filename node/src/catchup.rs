@@ -145,8 +145,9 @@ impl Catchup {
 }
 
 impl Fetch {
-    fn new(donors: Vec<NodeId>, now: Time) -> Self {
-        Self { donors, next: 0, manifest: None, at: now, refusals: 0 }
+    /// Groups begin with different donors, which share the load.
+    fn new(group: Group, donors: Vec<NodeId>, now: Time) -> Self {
+        Self { donors, next: usize::from(group.0), manifest: None, at: now, refusals: 0 }
     }
 
     fn donor(&self) -> Option<NodeId> {
@@ -189,7 +190,7 @@ impl Node {
                 actions.push(Action::LoadShard { group, version: from });
                 self.catchup.fetching.insert(group, Acquire::Disk);
             } else {
-                self.catchup.fetching.insert(group, Acquire::Fetch(Fetch::new(donors, self.now)));
+                self.catchup.fetching.insert(group, Acquire::Fetch(Fetch::new(group, donors, self.now)));
             }
         }
         if !drawn.is_empty() {
@@ -254,6 +255,13 @@ impl Node {
             .map(|(group, _)| *group)
             .collect();
         for group in due {
+            // Nobody is left who has not lied: the list of hashes itself may have been the lie.
+            let donors = self.donors(group);
+            if let Some(Acquire::Fetch(fetch)) = self.catchup.fetching.get_mut(&group)
+                && fetch.donors.is_empty()
+            {
+                (fetch.donors, fetch.manifest) = (donors, None);
+            }
             self.ask(group, true, actions);
         }
     }
@@ -469,7 +477,7 @@ impl Node {
                 }
                 if own {
                     let donors = self.donors(group);
-                    self.catchup.fetching.insert(group, Acquire::Fetch(Fetch::new(donors, self.now)));
+                    self.catchup.fetching.insert(group, Acquire::Fetch(Fetch::new(group, donors, self.now)));
                     self.ask(group, false, actions);
                 }
             }

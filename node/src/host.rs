@@ -140,6 +140,11 @@ impl Host {
         counted.filter_map(|(key, entry)| Some((key.microbatch, entry.loss?))).collect()
     }
 
+    /// Hops, sums, and frames that came early.
+    pub(crate) fn kept(&self) -> (usize, usize, usize) {
+        (self.entries.len(), self.sums.len(), self.early.len())
+    }
+
     /// How many (use, microbatch) pairs a sum holds.
     pub(crate) fn pairs(&self, sum: SumId) -> Option<usize> {
         self.sums.get(&sum).map(|record| record.counted.values().map(BitSet::len).sum())

@@ -161,6 +161,23 @@ pub struct NodeSettings {
     pub structure: Option<Structure>,
 }
 
+/// How much a node keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// Hops of microbatches with what came and went.
+    pub works: usize,
+    /// Sums.
+    pub sums: usize,
+    /// Frames for a version that is not here yet.
+    pub early_frames: usize,
+    /// Reductions.
+    pub reductions: usize,
+    /// Chunks that came before their seal.
+    pub early_chunks: usize,
+    /// Tasks at the engine.
+    pub tasks: usize,
+}
+
 /// What follows from the run's configuration.
 pub(crate) struct Run {
     pub(crate) id: RunId,
@@ -245,6 +262,13 @@ impl Node {
         self.steps.version.and(self.catchup.span())
     }
 
+    /// How much this machine keeps, for whoever watches bounds.
+    pub fn kept(&self) -> Kept {
+        let (works, sums, early_frames) = self.host.kept();
+        let (reductions, early_chunks) = self.reduce.kept();
+        Kept { works, sums, early_frames, reductions, early_chunks, tasks: self.queue.at_engine.len() }
+    }
+
     /// Sends a frame, to itself without a detour.
     pub(crate) fn send(&mut self, to: NodeId, frame: Frame, actions: &mut Vec<Action>) {
         if to == self.settings.id {
@@ -327,7 +351,13 @@ impl Node {
     fn failed(&mut self, error: &EngineError, about: About, actions: &mut Vec<Action>) {
         actions.push(Action::Report(Report::Trouble(error.to_string())));
         match about {
-            About::Work(key) => self.work_failed(key, actions),
+            About::Work(key) => {
+                if matches!(error, EngineError::NotFinite(_)) && self.session.welcomed {
+                    let fence = Fence { timeline: self.timeline(), step: key.step };
+                    actions.push(Action::Tell(ToCoordinator::NotFinite { fence, microbatch: key.microbatch }));
+                }
+                self.work_failed(key, actions);
+            }
             About::Reduction(key, chunk) => self.reduction_failed(key, chunk, actions),
             // Without its weights a node is no replica: it comes back as a newcomer.
             About::State(_) | About::Step(_) => self.start_over(actions),

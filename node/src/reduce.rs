@@ -99,6 +99,11 @@ impl Reduce {
         self.early.retain(|early| early.key.step > step);
     }
 
+    /// Reductions, and chunks that came early.
+    pub(crate) fn kept(&self) -> (usize, usize) {
+        (self.reductions.len(), self.early.len())
+    }
+
     /// Whether the result that a commit names is here.
     pub(crate) fn has(&self, key: ReductionKey, digest: Hash) -> bool {
         self.reductions.get(&key).is_some_and(|reduction| reduction.digest == Some(digest))

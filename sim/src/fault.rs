@@ -1,5 +1,6 @@
 //! When a node dies: at every point of its work that a rule of the protocol guards.
 
+use serde::{Deserialize, Serialize};
 use skein_node::engine::Task;
 use skein_node::machine::{Action, Event};
 use skein_protocol::message::control::{FromCoordinator, ToCoordinator};
@@ -7,7 +8,8 @@ use skein_protocol::message::data::PeerMessage;
 
 /// A point in a node's work. The coordinator's own are the operations of its log
 /// ([`crate::plan::Plan::coordinator_dies_at`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum CrashPoint {
     /// Dialled, not welcomed.
     Handshake,

@@ -2,7 +2,8 @@
 //!
 //! O1, the ledger, is checked at every commit ([`crate::oracle`]). Here: O2, the weights and the
 //! optimizer's state at the end are those of one undisturbed process, bit for bit; O3, the run ends
-//! soon after the last fault has healed; O5, no node is refused or gives up.
+//! soon after the last fault has healed; O5, no node is refused or gives up. O4, what nodes keep is
+//! bounded, is checked by the world at every event.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use skein_node::engine::{Engine, Task, toy};
 use skein_node::solo::solo;
-use skein_protocol::config::RunConfig;
+use skein_protocol::config::{Mode, RunConfig};
 use skein_protocol::id::{Group, Hash, Version};
 
 use crate::plan::{Ending, Plan};
@@ -31,7 +32,8 @@ pub fn reference(config: &RunConfig) -> BTreeMap<Group, Hash> {
     structure.group_ids().map(|group| (group, engine.state_root(group).expect("it is held"))).collect()
 }
 
-/// Runs a plan in mode `exact` to its end and checks the oracles.
+/// Runs a plan to its end and checks the oracles. Bits are compared in mode `exact`; in `sync` they
+/// depend on who added what.
 ///
 /// # Errors
 /// What is violated, in words.
@@ -47,6 +49,9 @@ pub fn judge(plan: &Plan) -> Result<Ending, String> {
     if ending.status.state != "finished" {
         let last: Vec<String> = ending.status.events.iter().rev().take(6).map(|event| format!("{event:?}")).collect();
         return Err(format!("step {} after {LIMIT:?}, {}: {:?}; {last:#?}", ending.status.step, ending.status.state, ending.status.waiting_for));
+    }
+    if plan.config.run.mode != Mode::Exact {
+        return Ok(ending);
     }
     let expected = reference(&plan.config);
     let is_saved = |(group, root): &(&Group, &Hash)| ending.saved.get(group).is_some_and(|saved| saved.iter().eq([*root]));

@@ -15,5 +15,6 @@ pub mod local;
 mod network;
 pub mod oracle;
 pub mod plan;
+pub mod scenario;
 pub mod schedule;
 pub mod world;

@@ -29,7 +29,7 @@ struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train the toy model in virtual time under drawn schedules of faults, and judge every run
+    /// Train the toy model in virtual time under a scenario or drawn schedules of faults, and judge every run
     #[command(after_help = RUN_EXAMPLE)]
     Run(RunArgs),
     /// Run one schedule again, with everything that happens in the log
@@ -49,8 +49,9 @@ enum Command {
 const RUN_EXAMPLE: &str = "\
 Example:
   skein-sim run --seed 0 --seeds 1000
+  skein-sim run tests/scenarios/kill.toml --seeds 100
 
-Every run has a model, a batch, nodes and faults of its own, all drawn from the seed. It must end with
+Every drawn run has a model, a batch, nodes and faults of its own, all drawn from the seed. It must end with
 the weights of one undisturbed process, bit for bit. A seed that fails is shown with how to replay it.";
 
 const REPLAY_EXAMPLE: &str = "\

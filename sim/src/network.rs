@@ -20,11 +20,13 @@ pub(crate) struct Network {
     jitter: Duration,
     /// Directions that carry nothing until a time.
     cuts: BTreeMap<(NodeId, NodeId), Time>,
+    /// Everything arrives twice until then.
+    repeats_until: Time,
 }
 
 impl Network {
     pub(crate) fn new(seed: u64, jitter: Duration) -> Self {
-        Self { random: ChaCha8Rng::seed_from_u64(seed), jitter, cuts: BTreeMap::new() }
+        Self { random: ChaCha8Rng::seed_from_u64(seed), jitter, cuts: BTreeMap::new(), repeats_until: Time::default() }
     }
 
     /// How long the next frame travels.
@@ -36,6 +38,16 @@ impl Network {
     pub(crate) fn cut(&mut self, from: NodeId, to: NodeId, until: Time) {
         let end = self.cuts.entry((from, to)).or_insert(until);
         *end = until.max(*end);
+    }
+
+    /// Everything arrives twice until `until`.
+    pub(crate) fn repeat(&mut self, until: Time) {
+        self.repeats_until = self.repeats_until.max(until);
+    }
+
+    /// How much later what is sent now arrives once more, if it does.
+    pub(crate) fn repeats_after(&mut self, now: Time) -> Option<Duration> {
+        (now < self.repeats_until).then(|| self.delay())
     }
 
     pub(crate) fn is_cut(&self, from: NodeId, to: NodeId, now: Time) -> bool {

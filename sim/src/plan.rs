@@ -9,7 +9,7 @@ use skein_protocol::id::{Group, Hash, NodeId, Version};
 use skein_protocol::time::Time;
 
 use crate::fault::CrashPoint;
-use crate::schedule::Timed;
+use crate::schedule::Planned;
 
 /// What happens in a run of the world beside training.
 #[derive(Clone, Debug)]
@@ -37,7 +37,7 @@ pub struct Plan {
     /// When each node starts; at once where there are fewer.
     pub starts: Vec<Duration>,
     /// What goes wrong, and when.
-    pub faults: Vec<Timed>,
+    pub faults: Vec<Planned>,
 }
 
 impl Plan {

@@ -4,31 +4,43 @@ use std::time::Duration;
 
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 use skein_node::engine::toy;
 use skein_protocol::codec::Codec;
 use skein_protocol::config::Mode;
 
+use crate::fault::CrashPoint;
 use crate::plan::Plan;
 
-/// Something that goes wrong. Nodes are numbered from 0.
-#[derive(Clone, Debug, PartialEq)]
+/// Something that goes wrong. Nodes are numbered from 0, times are in seconds where they are written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Fault {
     /// The process dies and starts again, with or without its disk.
     Kill {
         /// Which node.
         node: usize,
         /// When it starts again.
+        #[serde(with = "seconds")]
         returns: Duration,
         /// Whether its disk is gone.
+        #[serde(default)]
         wiped: bool,
     },
     /// The coordinator dies and starts again a second later.
     KillCoordinator,
+    /// The coordinator stands still: nobody hears of it, and then everything is there at once.
+    StopCoordinator {
+        /// For how long.
+        #[serde(with = "seconds")]
+        lasts: Duration,
+    },
     /// The process stands still (SIGSTOP, a suspended laptop): connected, silent.
     Stop {
         /// Which node.
         node: usize,
         /// For how long.
+        #[serde(with = "seconds")]
         lasts: Duration,
     },
     /// Frames between two nodes are lost.
@@ -38,8 +50,10 @@ pub enum Fault {
         /// To which.
         to: usize,
         /// Whether the other direction too.
+        #[serde(default)]
         both: bool,
         /// For how long.
+        #[serde(with = "seconds")]
         lasts: Duration,
     },
     /// The control connection is closed; the node dials again.
@@ -52,6 +66,7 @@ pub enum Fault {
         /// Which node.
         node: usize,
         /// For how long.
+        #[serde(with = "seconds")]
         lasts: Duration,
     },
     /// The next computations give values that are not finite.
@@ -66,6 +81,7 @@ pub enum Fault {
         /// Which node.
         node: usize,
         /// For how long.
+        #[serde(with = "seconds")]
         lasts: Duration,
     },
     /// The user asks the node to leave; it comes back later.
@@ -73,17 +89,96 @@ pub enum Fault {
         /// Which node.
         node: usize,
         /// When it starts again.
+        #[serde(with = "seconds")]
         returns: Duration,
+    },
+    /// Every frame and every word to the coordinator arrives twice, the second time later.
+    Repeat {
+        /// For how long.
+        #[serde(with = "seconds")]
+        lasts: Duration,
+    },
+    /// A node's clock goes forward at once: a suspended laptop, a virtual machine moved.
+    ClockJump {
+        /// Which node.
+        node: usize,
+        /// How far.
+        #[serde(with = "seconds")]
+        ahead: Duration,
+    },
+    /// The next chunks of state that a node gives are not what their hashes say.
+    Lie {
+        /// Which node.
+        node: usize,
+        /// How many.
+        times: u32,
     },
 }
 
 /// A fault and when it strikes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Timed {
-    /// When, from the start of the world.
-    pub at: Duration,
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Planned {
+    /// When.
+    pub when: When,
     /// What.
     pub fault: Fault,
+}
+
+/// When a fault strikes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum When {
+    /// At a time from the start of the world.
+    #[serde(with = "seconds")]
+    At(Duration),
+    /// When a node reaches a point of its work.
+    Reached {
+        /// The point.
+        point: CrashPoint,
+        /// Which node; whichever comes first if none is named.
+        #[serde(default)]
+        node: Option<usize>,
+        /// For the how-many-th time, from 0.
+        #[serde(default)]
+        nth: usize,
+    },
+}
+
+impl Planned {
+    /// The nodes that it names.
+    pub fn nodes(&self) -> Vec<usize> {
+        let trigger = if let When::Reached { node, .. } = self.when { node } else { None };
+        let struck = match self.fault {
+            Fault::Kill { node, .. }
+            | Fault::Stop { node, .. }
+            | Fault::Flap { node }
+            | Fault::Mute { node, .. }
+            | Fault::NotFinite { node, .. }
+            | Fault::DiskFull { node, .. }
+            | Fault::Leave { node, .. }
+            | Fault::ClockJump { node, .. }
+            | Fault::Lie { node, .. } => vec![node],
+            Fault::Cut { from, to, .. } => vec![from, to],
+            Fault::KillCoordinator | Fault::StopCoordinator { .. } | Fault::Repeat { .. } => Vec::new(),
+        };
+        trigger.into_iter().chain(struck).collect()
+    }
+}
+
+/// Durations as seconds.
+mod seconds {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_f64(duration.as_secs_f64())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+        Duration::try_from_secs_f64(f64::deserialize(deserializer)?).map_err(serde::de::Error::custom)
+    }
 }
 
 /// Draws a whole run in mode `exact`: model, batch, nodes, and at least `faults` faults.
@@ -107,14 +202,14 @@ pub fn draw(seed: u64, faults: usize) -> Plan {
     let mut at = Duration::ZERO;
     for _ in 0..faults {
         at += between(&mut random, 1, 150);
-        plan.faults.push(Timed { at, fault: fault(&mut random, nodes) });
+        plan.faults.push(Planned { when: When::At(at), fault: fault(&mut random, nodes) });
     }
     plan
 }
 
 fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
     let node = random.random_range(0..nodes);
-    match random.random_range(0..12) {
+    match random.random_range(0..16) {
         0..3 => Fault::Kill { node, returns: between(random, 1, 3000), wiped: random.random_range(0..4) == 0 },
         3 => Fault::KillCoordinator,
         4 => Fault::Stop { node, lasts: between(random, 10, 4000) },
@@ -123,6 +218,10 @@ fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
         8 => Fault::Mute { node, lasts: between(random, 10, 4000) },
         9 => Fault::NotFinite { node, times: random.random_range(1..4) },
         10 => Fault::DiskFull { node, lasts: between(random, 10, 2000) },
+        11 => Fault::StopCoordinator { lasts: between(random, 10, 3000) },
+        12 => Fault::Repeat { lasts: between(random, 10, 500) },
+        13 => Fault::ClockJump { node, ahead: between(random, 10, 3_600_000) },
+        14 => Fault::Lie { node, times: random.random_range(1..4) },
         _ => Fault::Leave { node, returns: between(random, 100, 3000) },
     }
 }

@@ -28,7 +28,7 @@ use crate::fault::CrashPoint;
 use crate::network::Network;
 use crate::oracle::Ledger;
 use crate::plan::{Ending, Plan};
-use crate::schedule::Fault;
+use crate::schedule::{Fault, When};
 
 mod coordinating;
 mod faults;
@@ -119,6 +119,10 @@ struct Host {
     returns: Option<Duration>,
     /// So many of its next computations fail.
     not_finite: u32,
+    /// So many of the next chunks of state that it gives are wrong.
+    lies: u32,
+    /// How far its clock is ahead of the world's. Nobody's clock is anybody else's.
+    clock: Duration,
 }
 
 /// A run in virtual time.
@@ -133,10 +137,12 @@ pub struct World {
     coordinator: Option<Coordinator>,
     coordinator_life: u32,
     coordinator_timer: Option<Time>,
+    coordinator_stopped_until: Time,
     log: Vec<Record>,
     log_operations: usize,
     ledger: Ledger,
     reached: BTreeMap<CrashPoint, usize>,
+    reached_by: BTreeMap<(NodeId, CrashPoint), usize>,
     killed: bool,
     faults_struck: usize,
     trace: blake3::Hasher,
@@ -163,9 +169,11 @@ impl World {
             coordinator: None,
             coordinator_life: 0,
             coordinator_timer: None,
+            coordinator_stopped_until: Time::default(),
             log: Vec::new(),
             log_operations: 0,
             reached: BTreeMap::new(),
+            reached_by: BTreeMap::new(),
             killed: false,
             faults_struck: 0,
             trace: blake3::Hasher::new(),
@@ -184,8 +192,10 @@ impl World {
         if let Some(at) = world.plan.blackout {
             world.schedule(at, Happening::Blackout);
         }
-        for timed in world.plan.faults.clone() {
-            world.schedule(timed.at, Happening::Fault(timed.fault));
+        for planned in world.plan.faults.clone() {
+            if let When::At(at) = planned.when {
+                world.schedule(at, Happening::Fault(planned.fault));
+            }
         }
         world
     }
@@ -291,14 +301,10 @@ impl World {
             | Happening::NodeDialled { node, .. }
             | Happening::Established { node, .. } => node,
             Happening::Frame { to: (node, _), .. } | Happening::Leave(node) => node,
-            Happening::Start(_)
-            | Happening::StartCoordinator
-            | Happening::Coordinator { .. }
-            | Happening::Opened { .. }
-            | Happening::ToCoordinator { .. }
-            | Happening::Hangup { .. }
-            | Happening::Blackout
-            | Happening::Fault(_) => return None,
+            Happening::Coordinator { .. } | Happening::Opened { .. } | Happening::ToCoordinator { .. } | Happening::Hangup { .. } => {
+                return Some(self.coordinator_stopped_until).filter(|until| self.coordinator.is_some() && self.now < *until);
+            }
+            Happening::Start(_) | Happening::StartCoordinator | Happening::Blackout | Happening::Fault(_) => return None,
         };
         self.hosts.get(node).filter(|host| host.alive && self.now < host.stopped_until).map(|host| host.stopped_until)
     }

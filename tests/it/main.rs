@@ -3,5 +3,6 @@
 mod cli;
 mod cluster;
 mod processes;
+mod scenarios;
 mod schedules;
 mod swarm;

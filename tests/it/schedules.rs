@@ -28,7 +28,12 @@ macro_rules! blocks_of_seeds {
     ($($name:ident $first:literal),+ $(,)?) => { $(#[test] fn $name() { seeds($first); })+ };
 }
 
-blocks_of_seeds! { seeds_0 0, seeds_1 1, seeds_2 2, seeds_3 3 }
+blocks_of_seeds! {
+    seeds_0 0, seeds_1 1, seeds_2 2, seeds_3 3, seeds_4 4,
+    seeds_5 5, seeds_6 6, seeds_7 7, seeds_8 8, seeds_9 9,
+    seeds_10 10, seeds_11 11, seeds_12 12, seeds_13 13, seeds_14 14,
+    seeds_15 15, seeds_16 16, seeds_17 17, seeds_18 18, seeds_19 19,
+}
 
 /// Seeds that found something, with as many faults as they needed.
 #[test]

@@ -4,10 +4,12 @@ use std::time::Duration;
 
 use skein_node::engine::{Engine, Task, toy};
 use skein_node::solo::solo;
-use skein_protocol::config::RunConfig;
+use skein_protocol::config::{Mode, RunConfig};
 use skein_protocol::id::Version;
 use skein_sim::fault::CrashPoint;
+use skein_sim::judge::judge;
 use skein_sim::plan::{Ending, Plan, agreed_roots};
+use skein_sim::schedule::{Fault, Planned, When};
 use skein_sim::world::{World, node_id};
 
 /// Virtual time within which every run of these tests must end.
@@ -70,19 +72,25 @@ fn eventful(leaves: bool) -> Plan {
     plan
 }
 
-/// Kills whoever reaches `point` for the n-th time, for every n that an undisturbed run has, and
-/// demands that the run ends with everything counted once.
+/// Kills whoever reaches `point` for the n-th time, for every n that an undisturbed run has, in each
+/// mode, and demands that the run ends with everything counted once.
 fn dies_at(point: CrashPoint, returns: Option<Duration>) {
-    let plan = eventful(point == CrashPoint::Draining);
-    let undisturbed = World::new(plan.clone()).run(LIMIT);
-    finished(&undisturbed, "undisturbed");
-    let hits = undisturbed.reached.get(&point).copied().unwrap_or_default();
-    assert!(hits > 0, "{point:?} is never reached: the test shows nothing");
-    for nth in 0..hits {
-        let ending = World::new(Plan { node_dies: Some((point, nth)), node_returns: returns, ..plan.clone() }).run(LIMIT);
-        assert!(ending.killed, "{point:?} {nth} was not reached");
-        assert_ne!(ending.trace, undisturbed.trace, "{point:?} {nth} changed nothing");
-        finished(&ending, &format!("{point:?} {nth} returns {returns:?}"));
+    for mode in [Mode::Sync, Mode::Exact] {
+        let mut plan = eventful(point == CrashPoint::Draining);
+        plan.config.run.mode = mode;
+        let undisturbed = World::new(plan.clone()).run(LIMIT);
+        finished(&undisturbed, "undisturbed");
+        let hits = undisturbed.reached.get(&point).copied().unwrap_or_default();
+        assert!(hits > 0, "{point:?} is never reached: the test shows nothing");
+        for nth in 0..hits {
+            let what = format!("{point:?} {nth} returns {returns:?} {mode:?}");
+            // In mode exact the weights must be those of an undisturbed process.
+            let plan = Plan { node_dies: Some((point, nth)), node_returns: returns, ..plan.clone() };
+            let ending = judge(&plan).unwrap_or_else(|problem| panic!("{what}: {problem}"));
+            assert!(ending.killed, "{what} was not reached");
+            assert_ne!(ending.trace, undisturbed.trace, "{what} changed nothing");
+            finished(&ending, &what);
+        }
     }
 }
 
@@ -160,4 +168,17 @@ fn who_leaves_gracefully_costs_no_work() {
     let ending = World::new(eventful(true)).run(LIMIT);
     finished(&ending, "a leaver");
     assert_eq!(ending.status.microbatches_redone, 0.0);
+}
+
+#[test]
+fn a_run_that_diverged_stands_still_and_names_the_last_good_checkpoint() {
+    let mut plan = Plan::new(config(2, 4), 4);
+    let diverges = |node| Planned { when: When::At(Duration::from_millis(400)), fault: Fault::NotFinite { node, times: u32::MAX } };
+    plan.faults = (0..4).map(diverges).collect();
+    let ending = World::new(plan).run(LIMIT);
+    assert_eq!(ending.status.state, "paused", "{:#?}", ending.status.events);
+    let why = ending.status.waiting_for.expect("it says why");
+    let checkpoint = ending.status.checkpoint.expect("there was one before");
+    assert!(why.contains("diverged") && why.contains(&format!("the last checkpoint is of version {checkpoint}")), "{why}");
+    assert!(ending.failures.is_empty(), "nobody is blamed: {:?}", ending.failures);
 }

@@ -92,6 +92,13 @@ pub enum ToCoordinator {
         /// The leases.
         leases: Vec<(Microbatch, Attempt)>,
     },
+    /// The node computed values of a microbatch that are not finite; none of them went anywhere.
+    NotFinite {
+        /// The step.
+        fence: Fence,
+        /// The microbatch.
+        microbatch: Microbatch,
+    },
 }
 
 /// What a node says first.

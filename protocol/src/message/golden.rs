@@ -91,6 +91,7 @@ fn to_coordinator() -> Vec<(&'static str, ToCoordinator)> {
         ("Traffic", ToCoordinator::Traffic { links: "quic".to_owned(), sent_per_second: 1.5, received_per_second: 2.5 }),
         ("Lacks", ToCoordinator::Lacks { fence: FENCE, group: GROUP }),
         ("Returned", ToCoordinator::Returned { fence: FENCE, leases: vec![(Microbatch(7), ATTEMPT)] }),
+        ("NotFinite", ToCoordinator::NotFinite { fence: FENCE, microbatch: Microbatch(7) }),
     ]
 }
 

@@ -28,6 +28,7 @@ impl World {
         );
         self.coordinator = Some(machine);
         self.coordinator_timer = None;
+        self.coordinator_stopped_until = self.now;
         self.coordinator_event(self.coordinator_life, coordinator::Event::Timer);
     }
 

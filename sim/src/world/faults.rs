@@ -6,9 +6,23 @@ use skein_node::machine::Event;
 use skein_protocol::id::NodeId;
 
 use super::{Happening, World, node_id};
-use crate::schedule::Fault;
+use crate::fault::CrashPoint;
+use crate::schedule::{Fault, When};
 
 impl World {
+    /// What the plan has for a node that reaches a point strikes.
+    pub(super) fn strike_at(&mut self, node: NodeId, point: CrashPoint, nth: usize, nth_of_node: usize) {
+        let is_due = |when: &When| match when {
+            When::At(_) => false,
+            When::Reached { point: at, node: None, nth: times } => (*at, *times) == (point, nth),
+            When::Reached { point: at, node: Some(index), nth: times } => (*at, node_id(*index), *times) == (point, node, nth_of_node),
+        };
+        let due: Vec<Fault> = self.plan.faults.iter().filter(|planned| is_due(&planned.when)).map(|planned| planned.fault.clone()).collect();
+        for fault in due {
+            self.strike(fault);
+        }
+    }
+
     /// A fault of the schedule strikes. One that finds nobody to strike changes nothing and is not counted.
     pub(super) fn strike(&mut self, fault: Fault) {
         let now = self.now;
@@ -20,6 +34,16 @@ impl World {
                 self.kill_coordinator();
                 alive
             }
+            Fault::StopCoordinator { lasts } => {
+                self.coordinator_stopped_until = self.coordinator_stopped_until.max(now + lasts);
+                self.coordinator.is_some()
+            }
+            Fault::Repeat { lasts } => {
+                self.network.repeat(now + lasts);
+                true
+            }
+            Fault::ClockJump { node, ahead } => self.clock_jumps(node_id(node), ahead),
+            Fault::Lie { node, times } => self.alive(node).map(|host| host.lies += times).is_some(),
             Fault::Stop { node, lasts } => self.alive(node).map(|host| host.stopped_until = host.stopped_until.max(now + lasts)).is_some(),
             Fault::Cut { from, to, both, lasts } => {
                 let (from, to) = (node_id(from), node_id(to));
@@ -58,6 +82,16 @@ impl World {
 
     fn alive(&mut self, node: usize) -> Option<&mut super::Host> {
         self.hosts.get_mut(&node_id(node)).filter(|host| host.alive)
+    }
+
+    fn clock_jumps(&mut self, node: NodeId, ahead: Duration) -> bool {
+        let Some(host) = self.hosts.get_mut(&node).filter(|host| host.alive) else { return false };
+        host.clock += ahead;
+        host.timer = None;
+        // Its timers may be due now.
+        let life = host.life;
+        self.schedule(Duration::ZERO, Happening::Node { node, life, event: Event::Timer });
+        true
     }
 
     fn kill_for(&mut self, node: NodeId, returns: Duration, wiped: bool) -> bool {

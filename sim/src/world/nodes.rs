@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use skein_node::engine::toy;
 use skein_node::engine::{About, Engine, EngineError, Outcome, Part, ReductionKey, Task, WorkKey};
-use skein_node::machine::{Action, Event, Node, NodeSettings};
+use skein_node::machine::{Action, Event, Kept, Node, NodeSettings};
 use skein_protocol::id::{Hash, NodeId, SumId, Timeline};
+use skein_protocol::limits;
 use skein_protocol::message::control::{Capability, FromCoordinator, Shard};
-use skein_protocol::message::data::Frame;
+use skein_protocol::message::data::{Frame, PeerMessage};
 use skein_protocol::sign::NullSigner;
 use skein_protocol::time::Time;
 
@@ -17,6 +18,9 @@ use super::{COORDINATOR, Happening, Host, World};
 use crate::device::duration;
 use crate::fault::CrashPoint;
 use crate::network::{DELAY, LINK_NOTICE};
+
+/// A group is sealed at most so often in one step: more would be a loop.
+const SEALS_MAX: usize = 64;
 
 impl World {
     pub(super) fn start_node(&mut self, node: NodeId) {
@@ -63,6 +67,8 @@ impl World {
             disk_full_until: Time::default(),
             returns: None,
             not_finite: 0,
+            lies: 0,
+            clock: Duration::from_secs(1000 * index as u64),
         };
         self.hosts.insert(node, host);
         self.node_event(node, life, Event::Timer);
@@ -78,8 +84,8 @@ impl World {
         self.note(node, &event);
         let after = CrashPoint::after(&event);
         let mut actions = Vec::new();
-        let now = self.now;
         let host = self.hosts.get_mut(&node).expect("checked");
+        let now = self.now + host.clock;
         if let Event::Control(FromCoordinator::Placement(placement)) = &event {
             host.timeline = host.timeline.max(placement.timeline);
         }
@@ -87,6 +93,8 @@ impl World {
             host.timeline = host.timeline.max(welcome.placement.timeline);
         }
         host.machine.handle(now, event, &mut actions);
+        let kept = host.machine.kept();
+        self.check_bounds(node, kept);
         if after.is_some_and(|point| self.reach(node, point)) {
             return;
         }
@@ -100,9 +108,30 @@ impl World {
         self.set_timer(node);
     }
 
+    /// Oracle O4: what a node keeps stays below what two steps can need.
+    fn check_bounds(&self, node: NodeId, kept: Kept) {
+        let (blocks, groups) = (self.structure.blocks(), self.structure.groups.len());
+        let microbatches = self.plan.config.batch.microbatches as usize;
+        // Each step's microbatches once for every span that routes have cut, and a sum for each
+        // seal that closed one.
+        let works = 2 * microbatches * blocks * blocks;
+        let bounds = [
+            ("hops", kept.works, works),
+            ("sums", kept.sums, 2 * groups * (microbatches + SEALS_MAX)),
+            ("early frames", kept.early_frames, 4096),
+            ("reductions", kept.reductions, 2 * groups * SEALS_MAX),
+            ("early chunks", kept.early_chunks, 4096),
+            ("tasks at the engine", kept.tasks, limits::ENGINE_QUEUE),
+        ];
+        if let Some((what, found, bound)) = bounds.into_iter().find(|(_, found, bound)| found > bound) {
+            panic!("{node:?} keeps {found} {what}, at most {bound} are allowed");
+        }
+    }
+
     fn set_timer(&mut self, node: NodeId) {
         let Some(host) = self.hosts.get_mut(&node).filter(|host| host.alive) else { return };
         let Some(at) = host.machine.next_timeout() else { return };
+        let at = Time::default() + at.since(Time::default() + host.clock);
         if host.timer.is_none_or(|timer| at < timer || timer <= self.now) {
             host.timer = Some(at.max(self.now));
             let life = host.life;
@@ -120,17 +149,14 @@ impl World {
                 let host = &self.hosts[&node];
                 if host.connected {
                     let (at, life, connection) = ((self.now + DELAY).max(host.muted_until), self.coordinator_life, host.connection);
+                    if let Some(later) = self.network.repeats_after(self.now) {
+                        let message = message.clone();
+                        self.schedule_at(at + later, Happening::ToCoordinator { life, node, connection, message });
+                    }
                     self.schedule_at(at, Happening::ToCoordinator { life, node, connection, message });
                 }
             }
-            Action::Send { to, frame } => match self.hosts.get(&to).filter(|host| host.alive) {
-                Some(host) if !self.network.is_cut(node, to, self.now) => {
-                    let to = (to, host.life);
-                    let delay = self.network.delay();
-                    self.schedule(delay, Happening::Frame { from: (node, life), to, frame });
-                }
-                _ => self.schedule(LINK_NOTICE, Happening::Node { node, life, event: Event::LinkDown(to) }),
-            },
+            Action::Send { to, frame } => self.send(node, life, to, frame),
             Action::Report(report) => tracing::debug!(at = self.now.as_secs_f64(), who = node.short(), ?report),
             Action::Peers(_) => {}
             Action::Compute(task) => self.compute(node, life, task),
@@ -162,6 +188,24 @@ impl World {
                 }
             }
         }
+    }
+
+    fn send(&mut self, node: NodeId, life: u32, to: NodeId, mut frame: Frame) {
+        let Some(to) = self.hosts.get(&to).filter(|host| host.alive && !self.network.is_cut(node, to, self.now)).map(|host| (to, host.life)) else {
+            return self.schedule(LINK_NOTICE, Happening::Node { node, life, event: Event::LinkDown(to) });
+        };
+        let host = self.hosts.get_mut(&node).expect("it acts");
+        if let (PeerMessage::StateChunk { .. }, Some(payload), 1..) = (&frame.message, &mut frame.payload, host.lies) {
+            host.lies -= 1;
+            let mut bytes = payload.bytes.to_vec();
+            bytes[0] ^= 1;
+            payload.bytes = bytes.into();
+        }
+        let delay = self.network.delay();
+        if let Some(later) = self.network.repeats_after(self.now) {
+            self.schedule(delay + later, Happening::Frame { from: (node, life), to, frame: frame.clone() });
+        }
+        self.schedule(delay, Happening::Frame { from: (node, life), to, frame });
     }
 
     fn compute(&mut self, node: NodeId, life: u32, task: Task) {
@@ -196,9 +240,13 @@ impl World {
 
     /// Counts a crash point; whether the node is dead now.
     fn reach(&mut self, node: NodeId, point: CrashPoint) -> bool {
-        let times = self.reached.entry(point).or_default();
-        let nth = *times;
-        *times += 1;
+        let nth = count(&mut self.reached, point);
+        let nth_of_node = count(&mut self.reached_by, (node, point));
+        let life = self.hosts[&node].life;
+        self.strike_at(node, point, nth, nth_of_node);
+        if !self.lives(node, life) {
+            return true;
+        }
         if self.killed || self.plan.node_dies != Some((point, nth)) {
             return false;
         }
@@ -272,6 +320,13 @@ impl World {
         let life = host.life;
         self.node_event(node, life, Event::ControlDown { reason: reason.to_owned() });
     }
+}
+
+/// Counts an event; how many there were before.
+fn count<K: Ord>(counts: &mut BTreeMap<K, usize>, key: K) -> usize {
+    let times = counts.entry(key).or_default();
+    *times += 1;
+    *times - 1
 }
 
 /// The work that a task computes, if it is one whose values may turn out not to be finite.
