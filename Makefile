@@ -22,7 +22,7 @@ TEXT_KEY = $(shell cat Cargo.lock scripts/prose | sha256sum | cut -c1-16)
 TEXT_DIR = $(CACHE)/text/$(if $(TEXT),own-$(shell sha256sum < "$(TEXT)" | cut -c1-16),$(TEXT_KEY))
 DEMO = $(BIN)/skein-sim demo --text $(TEXT_DIR) --data $(TEXT_DIR)/data $(if $(RESUME),--resume) $(if $(FRESH),--fresh)
 
-.PHONY: help libtorch build text demo demo-compare test fmt lint unit doc deny layers test-hf bench
+.PHONY: help libtorch build text demo demo-compare test fmt lint unit doc deny layers test-hf bench soak test-the-tests
 
 help: ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -73,6 +73,12 @@ deny:
 
 test-hf: build ## the exported folder in Python's transformers (own virtual environment)
 	scripts/test-hf $(BIN)
+
+soak: build ## a million drawn schedules of faults (hours); SEEDS=N for another number
+	$(BIN)/skein-sim run --seed 1000000 --seeds $(or $(SEEDS),1000000)
+
+test-the-tests: ## breaks rules of the protocol on purpose; a test must notice each (three quarters of an hour)
+	scripts/test-the-tests
 
 bench: build ## all benchmarks; bench-NAME for one
 	for bench in scripts/bench/*; do $$bench $(BIN) || exit 1; done

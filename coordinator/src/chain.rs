@@ -64,3 +64,51 @@ impl Chain {
         extension
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use skein_protocol::id::{Fence, Step, Timeline};
+    use skein_protocol::message::control::Scalars;
+    use skein_protocol::sign::NullSigner;
+
+    use super::*;
+
+    const ME: NodeId = NodeId([0xc0; 32]);
+
+    fn commit(step: u64, previous: Hash, loss: f32) -> Commit {
+        let fence = Fence { timeline: Timeline(1), step: Step(step) };
+        Commit { fence, previous, groups: Vec::new(), scalars: Scalars::default(), loss, signature: Vec::new() }
+    }
+
+    #[test]
+    fn only_what_extends_the_chain_is_adopted() {
+        let mut chain = Chain::default();
+        let first = commit(0, Hash::default(), 1.0);
+        let second = commit(1, first.hash(), 2.0);
+        let third = commit(2, second.hash(), 3.0);
+        chain.push(first.clone());
+        // Known ones are passed over; a fork, and what is behind a gap, is not adopted.
+        assert_eq!(chain.extension(&[first.clone(), second.clone(), third.clone()], ME, &NullSigner), [second.clone(), third.clone()]);
+        assert_eq!(chain.extension(&[third], ME, &NullSigner), []);
+        let fork = commit(1, commit(0, Hash::default(), 9.0).hash(), 2.0);
+        assert_eq!(chain.extension(&[fork], ME, &NullSigner), []);
+        let skips = commit(2, first.hash(), 2.0);
+        assert_eq!(chain.extension(&[skips], ME, &NullSigner), []);
+        chain.push(second);
+        assert_eq!(chain.version(), Version(2));
+    }
+
+    #[test]
+    fn what_another_signed_is_not_adopted() {
+        struct Nobody;
+        impl Signer for Nobody {
+            fn sign(&self, _: &[u8]) -> Vec<u8> {
+                Vec::new()
+            }
+            fn verify(&self, _: NodeId, _: &[u8], _: &[u8]) -> bool {
+                false
+            }
+        }
+        assert_eq!(Chain::default().extension(&[commit(0, Hash::default(), 1.0)], ME, &Nobody), []);
+    }
+}

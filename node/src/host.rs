@@ -72,6 +72,8 @@ struct Entry {
     failed: bool,
     /// Uses whose gradients wait in the engine's scratch.
     scratch: BitSet,
+    /// Uses that were added while a backward was under way: perhaps from what it makes.
+    taken: BitSet,
     /// The sums named in the report that is not answered yet.
     reported: Vec<(Group, SumId)>,
     counted: BTreeMap<Use, SumId>,
@@ -198,6 +200,7 @@ impl Entry {
             backward: Progress::Idle,
             failed: false,
             scratch: BitSet::new(),
+            taken: BitSet::new(),
             reported: Vec::new(),
             counted: BTreeMap::new(),
             sent_output: false,
@@ -474,7 +477,8 @@ impl Node {
         }
         entry.input_gradient = entry.input_gradient.take().or(gradient);
         let counted: BitSet = entry.counted.keys().map(|one| usize::from(one.0)).collect();
-        entry.scratch = uses.intersection(&entry.mask).difference(&counted);
+        let taken = std::mem::take(&mut entry.taken);
+        entry.scratch = uses.intersection(&entry.mask).difference(&counted).difference(&taken);
         entry.reported.clear();
         if entry.scratch.is_empty() {
             self.queue.push(Task::Discard { key });

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use skein_protocol::config::RunConfig;
 use skein_protocol::id::{Fence, Group, Hash, NodeId, RunId, Span, Step, Timeline, Version};
@@ -241,7 +242,7 @@ impl Node {
             self.peer(self.settings.id, frame, actions);
         }
         self.flush_done(actions);
-        self.queue.issue(actions);
+        self.queue.issue(self.now, actions);
     }
 
     /// When to call with [`Event::Timer`] if nothing else happens.
@@ -326,7 +327,7 @@ impl Node {
     }
 
     fn computed(&mut self, outcome: Outcome, actions: &mut Vec<Action>) {
-        if !self.queue.answered() {
+        if !self.queue.answered(self.now) {
             return;
         }
         match outcome {
@@ -352,7 +353,7 @@ impl Node {
         actions.push(Action::Report(Report::Trouble(error.to_string())));
         match about {
             About::Work(key) => {
-                if matches!(error, EngineError::NotFinite(_)) && self.session.welcomed {
+                if matches!(error, EngineError::NotFinite(_) | EngineError::Norm { .. }) && self.session.welcomed {
                     let fence = Fence { timeline: self.timeline(), step: key.step };
                     actions.push(Action::Tell(ToCoordinator::NotFinite { fence, microbatch: key.microbatch }));
                 }
@@ -376,7 +377,18 @@ pub(crate) struct TaskQueue {
     forward: VecDeque<Task>,
     /// Tasks that the engine has and has not answered, in order.
     at_engine: VecDeque<AtEngine>,
+    /// Since when the oldest of them is the engine's turn.
+    turn_since: Time,
+    /// How long a computation usually takes: rises at once, forgets slowly. None before the first.
+    usual: Option<Duration>,
 }
+
+/// A computation is stuck after so many times the usual duration of one, within these bounds (rule
+/// 19: progress keeps a lease). The first may have to wait for a device to wake up.
+const STUCK_FACTOR: u32 = 3;
+const STUCK_MIN: Duration = Duration::from_secs(1);
+const STUCK_MAX: Duration = Duration::from_secs(10);
+const STUCK_UNKNOWN: Duration = Duration::from_secs(60);
 
 /// A task that the engine has.
 struct AtEngine {
@@ -426,8 +438,21 @@ impl TaskQueue {
 
     /// Notes that the oldest task at the engine is answered; false if the answer is to be ignored,
     /// since everything was reset meanwhile and the same names may mean something else.
-    fn answered(&mut self) -> bool {
-        self.at_engine.pop_front().is_some_and(|task| !task.forgotten)
+    fn answered(&mut self, now: Time) -> bool {
+        let Some(task) = self.at_engine.pop_front() else { return false };
+        let took = now.since(self.turn_since);
+        self.turn_since = now;
+        if task.computes.is_some() {
+            self.usual = Some(self.usual.map_or(took, |usual| took.max(usual * 15 / 16)));
+        }
+        !task.forgotten
+    }
+
+    /// Whether the engine has had its oldest task for far longer than tasks take: a device that
+    /// hangs. Its node must not look alive.
+    pub(crate) fn is_stuck(&self, now: Time) -> bool {
+        let patience = self.usual.map_or(STUCK_UNKNOWN, |usual| (usual * STUCK_FACTOR).clamp(STUCK_MIN, STUCK_MAX));
+        !self.at_engine.is_empty() && now.since(self.turn_since) > patience
     }
 
     /// Forgets what is queued to be computed of a work.
@@ -448,7 +473,10 @@ impl TaskQueue {
         self.at_engine.iter().any(|task| task.computes == Some(key))
     }
 
-    fn issue(&mut self, actions: &mut Vec<Action>) {
+    fn issue(&mut self, now: Time, actions: &mut Vec<Action>) {
+        if self.at_engine.is_empty() {
+            self.turn_since = now;
+        }
         while self.at_engine.len() < limits::ENGINE_QUEUE {
             let next = self.urgent.pop_front().or_else(|| self.backward.pop_front()).or_else(|| self.forward.pop_front());
             let Some(task) = next else { return };

@@ -32,6 +32,8 @@ pub(crate) struct Session {
     retry_at: Option<Time>,
     heartbeat_at: Option<Time>,
     pub(crate) leaving: bool,
+    /// The device hangs, and the user has been told.
+    stuck: bool,
     finished: bool,
     /// The newest commits, oldest first.
     pub(crate) commits: VecDeque<Commit>,
@@ -103,7 +105,14 @@ impl Node {
         }
         if self.session.heartbeat_at.is_some_and(|at| at <= self.now) {
             self.session.heartbeat_at = Some(self.now + limits::HEARTBEAT_EVERY);
-            actions.push(Action::Tell(ToCoordinator::Heartbeat));
+            let stuck = self.queue.is_stuck(self.now);
+            if !stuck {
+                actions.push(Action::Tell(ToCoordinator::Heartbeat));
+            } else if !self.session.stuck {
+                let line = "the device does not answer: others take over this node's work until it does";
+                actions.push(Action::Report(Report::Trouble(line.to_owned())));
+            }
+            self.session.stuck = stuck;
         }
     }
 

@@ -151,11 +151,14 @@ pub struct ReduceSection {
     /// Mode `exact`: the largest magnitude that one value of one microbatch's gradient may have;
     /// larger ones are clamped, and counted. The smaller it is, the finer the steps of fixed point.
     pub exact_limit: f64,
+    /// The largest norm that the gradient of one use of one microbatch may have: a larger one is no
+    /// honest gradient, is added nowhere, and is computed elsewhere.
+    pub norm_limit: f64,
 }
 
 impl Default for ReduceSection {
     fn default() -> Self {
-        Self { chunk: 256 * 1024, exact_limit: 1024.0 }
+        Self { chunk: 256 * 1024, exact_limit: 1024.0, norm_limit: 1e6 }
     }
 }
 
@@ -340,6 +343,8 @@ impl RunConfig {
         )?;
         let limit = self.reduce.exact_limit;
         require((1e-6..=1e9).contains(&limit), "reduce.exact_limit", limit, "must be between 1e-6 and 1e9")?;
+        let norm = self.reduce.norm_limit;
+        require((1e-3..=1e15).contains(&norm), "reduce.norm_limit", norm, "must be between 1e-3 and 1e15")?;
         if self.run.mode == Mode::Exact {
             let lossy = "is not none, and mode exact reduces without loss: leave it out";
             require(self.wire.scatter == Codec::None, "wire.scatter", "bf16", lossy)?;

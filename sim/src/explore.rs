@@ -1,13 +1,18 @@
 //! `skein-sim run` and `replay`: drawn schedules of faults in virtual time.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
+use skein_protocol::id::Hash;
 
-use crate::judge::{judge, shortest_failing_prefix};
-use crate::plan::Ending;
+use crate::fault::CrashPoint;
+use crate::judge::{LIMIT, Violation, judge, shortest_failing_prefix};
+use crate::plan::{Ending, Plan};
 use crate::scenario::Scenario;
 use crate::schedule::draw;
+use crate::world::World;
 
 /// `skein-sim run`
 #[derive(Debug, Args)]
@@ -24,6 +29,12 @@ pub struct RunArgs {
     /// Faults of each drawn schedule
     #[arg(long, default_value_t = 20, conflicts_with = "scenario")]
     faults: usize,
+    /// Run all seeds whatever fails, and print one line of JSON
+    #[arg(long, conflicts_with = "scenario")]
+    json: bool,
+    /// Of so many schedules count the faults that changed what happened (costs a run for each fault)
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "scenario")]
+    changed: u64,
 }
 
 /// `skein-sim replay`
@@ -38,54 +49,101 @@ pub struct ReplayArgs {
 }
 
 /// What schedules came to.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize)]
 pub struct Summary {
-    seeds: u64,
-    struck: usize,
+    /// Schedules that ended as they must.
+    schedules: u64,
+    /// Faults that found somebody to strike.
+    faults_struck: usize,
+    /// Of the schedules looked at with `--changed`: their faults, and those without which the run
+    /// would have gone otherwise.
+    faults_looked_at: usize,
+    faults_that_changed_the_trace: usize,
     commits: usize,
-    redone: f64,
+    microbatches_redone: f64,
+    microbatches_lost: u64,
+    /// How often each crash point was reached.
+    reached: BTreeMap<CrashPoint, usize>,
+    /// Violations by oracle, and the seeds that have them.
+    assertions: usize,
+    mismatches: usize,
+    hangs: usize,
+    blamed: usize,
+    failing_seeds: Vec<u64>,
+    seconds: f64,
 }
 
 impl Summary {
     fn add(&mut self, ending: &Ending) {
-        self.seeds += 1;
-        self.struck += ending.faults_struck;
+        self.schedules += 1;
+        self.faults_struck += ending.faults_struck;
         self.commits += ending.commits;
-        self.redone += ending.status.microbatches_redone;
+        self.microbatches_redone += ending.status.microbatches_redone;
+        self.microbatches_lost += ending.status.microbatches_lost;
+        for (point, times) in &ending.reached {
+            *self.reached.entry(*point).or_default() += times;
+        }
+    }
+
+    fn fail(&mut self, seed: u64, violation: &Violation) {
+        self.failing_seeds.push(seed);
+        let count = match violation {
+            Violation::Assertion(_) => &mut self.assertions,
+            Violation::Weights(_) => &mut self.mismatches,
+            Violation::Hang(_) => &mut self.hangs,
+            Violation::Blame(_) => &mut self.blamed,
+        };
+        *count += 1;
     }
 }
 
 impl std::fmt::Display for Summary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { seeds, struck, commits, redone } = self;
+        let Self { schedules, faults_struck, commits, microbatches_redone, .. } = self;
         writeln!(
             f,
-            "{seeds} schedules: {struck} faults struck, {commits} commits, {redone:.1} microbatches redone; nothing lost, nothing counted twice, all weights as undisturbed"
+            "{schedules} schedules: {faults_struck} faults struck, {commits} commits, {microbatches_redone:.1} microbatches redone; \
+             nothing lost, nothing counted twice, all weights as undisturbed"
         )
     }
 }
 
-/// Runs seeds until one fails.
+/// Runs seeds until one fails, or all of them for `--json`.
 ///
 /// # Errors
 /// The first failing seed, how, and how to see it again.
+#[expect(clippy::disallowed_methods, reason = "it reports how long it took")]
 pub fn run(args: &RunArgs) -> Result<String, String> {
     if let Some(path) = &args.scenario {
         return run_scenario(path, args);
     }
+    let begun = std::time::Instant::now();
     let mut summary = Summary::default();
     let first = args.seed.unwrap_or_default();
     for seed in first..first.saturating_add(args.seeds) {
-        let plan = draw(seed, args.faults);
+        let plan = draw(seed, args.faults).plan();
         match judge(&plan) {
             Ok(ending) => summary.add(&ending),
-            Err(problem) => {
-                let (count, how) = shortest_failing_prefix(&plan).unwrap_or((args.faults, problem));
+            Err(violation) if args.json => summary.fail(seed, &violation),
+            Err(violation) => {
+                let (count, how) = shortest_failing_prefix(&plan).unwrap_or((args.faults, violation));
                 return Err(format!("seed {seed} fails with its first {count} faults: {how}; see skein-sim replay --seed {seed} --faults {count}"));
             }
         }
+        if seed - first < args.changed {
+            summary.faults_looked_at += plan.faults.len();
+            summary.faults_that_changed_the_trace += faults_that_changed(&plan);
+        }
     }
-    Ok(summary.to_string())
+    summary.seconds = begun.elapsed().as_secs_f64();
+    if args.json { serde_json::to_string(&summary).map(|text| text + "\n").map_err(|error| error.to_string()) } else { Ok(summary.to_string()) }
+}
+
+/// How many faults of a plan make its run another than it is with only those before them.
+fn faults_that_changed(plan: &Plan) -> usize {
+    let traces: Vec<Hash> =
+        (0..=plan.faults.len()).map(|count| World::new(Plan { faults: plan.faults[..count].to_vec(), ..plan.clone() }).run(LIMIT).trace).collect();
+    traces.windows(2).filter(|pair| pair[0] != pair[1]).count()
 }
 
 /// Runs a scenario under one seed after the other.
@@ -102,14 +160,14 @@ fn run_scenario(path: &Path, args: &RunArgs) -> Result<String, String> {
     Ok(format!("{}: {summary}", scenario.title))
 }
 
-/// Runs one seed; everything that happens goes to the log.
+/// Runs one seed; everything that happens goes to the log. What was drawn is printed as a scenario.
 ///
 /// # Errors
 /// How it fails.
 pub fn replay(args: &ReplayArgs) -> Result<String, String> {
-    let mut plan = draw(args.seed, args.faults.max(20));
-    plan.faults.truncate(args.faults);
-    let described = format!("{plan:#?}\n");
-    let ending = judge(&plan).map_err(|problem| format!("{described}{problem}"))?;
-    Ok(format!("{described}trace {} after {:.3} s\n", ending.trace, ending.time.as_secs_f64()))
+    let mut scenario = draw(args.seed, args.faults.max(20));
+    scenario.faults.truncate(args.faults);
+    let described = toml::to_string(&scenario).map_err(|error| error.to_string())?;
+    let ending = judge(&scenario.plan()).map_err(|problem| format!("{problem}\n{described}"))?;
+    Ok(format!("{described}# trace {} after {:.3} s\n", ending.trace, ending.time.as_secs_f64()))
 }

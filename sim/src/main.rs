@@ -56,7 +56,9 @@ the weights of one undisturbed process, bit for bit. A seed that fails is shown 
 
 const REPLAY_EXAMPLE: &str = "\
 Example:
-  skein-sim replay --seed 17 --faults 3 2> events.log";
+  skein-sim replay --seed 17 --faults 3 2> events.log > scenario.toml
+
+What was drawn is printed as a scenario: `skein-sim run scenario.toml` runs it again.";
 
 const LOCAL_EXAMPLE: &str = "\
 Example:

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use skein_node::engine::toy;
+use skein_protocol::codec::Codec;
 use skein_protocol::config::Mode;
 
 use crate::fault::CrashPoint;
@@ -54,11 +55,13 @@ pub struct RunTable {
     pub steps: u64,
     /// A checkpoint every so many steps; 0 for none but the last.
     pub checkpoint_every: u64,
+    /// Of activations and their gradients: `none` or `bf16`.
+    pub boundary: Codec,
 }
 
 impl Default for RunTable {
     fn default() -> Self {
-        Self { seed: 1, mode: Mode::Exact, layers: 2, tied: true, microbatches: 4, steps: 10, checkpoint_every: 2 }
+        Self { seed: 1, mode: Mode::Exact, layers: 2, tied: true, microbatches: 4, steps: 10, checkpoint_every: 2, boundary: Codec::None }
     }
 }
 
@@ -74,20 +77,24 @@ pub struct NodesTable {
     pub minimum: usize,
     /// Into how many spans the model is cut; 0 leaves it to the planner.
     pub spans: usize,
+    /// Replicas wanted of each block.
+    pub replicas: usize,
     /// Frames travel up to so much longer.
     pub jitter: f64,
 }
 
 impl Default for NodesTable {
     fn default() -> Self {
-        Self { speeds: vec![1.0; 4], starts: Vec::new(), minimum: 0, spans: 2, jitter: 0.0 }
+        Self { speeds: vec![1.0; 4], starts: Vec::new(), minimum: 0, spans: 2, replicas: 2, jitter: 0.0 }
     }
 }
 
 /// `[expect]`
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Expect {
+    /// Whether every fault must find somebody to strike.
+    pub all_strike: bool,
     /// The timeline at the end: 1 if the run never went back to a checkpoint.
     pub timeline: Option<u32>,
     /// At most so many microbatches were computed again, in whole ones.
@@ -100,6 +107,12 @@ pub struct Expect {
     pub reported: Option<String>,
     /// The run ends within so many seconds.
     pub within: Option<f64>,
+}
+
+impl Default for Expect {
+    fn default() -> Self {
+        Self { all_strike: true, timeline: None, redone_at_most: None, redone_at_least: None, commits: None, reported: None, within: None }
+    }
 }
 
 impl Scenario {
@@ -127,12 +140,14 @@ impl Scenario {
 
     /// The run that it describes.
     pub fn plan(&self) -> Plan {
-        let RunTable { seed, mode, layers, tied, microbatches, steps, checkpoint_every } = self.run;
+        let RunTable { seed, mode, layers, tied, microbatches, steps, checkpoint_every, boundary } = self.run;
         let mut config = toy::config(layers, tied, microbatches, steps);
         config.run.mode = mode;
         config.run.seed = seed;
         config.checkpoint.every_steps = checkpoint_every;
+        config.wire.boundary = boundary;
         config.placement.spans = self.nodes.spans;
+        config.placement.replicas = self.nodes.replicas;
         let starts: Vec<Duration> = self.nodes.starts.iter().copied().map(Duration::from_secs_f64).collect();
         let late = starts.iter().filter(|start| !start.is_zero()).count();
         config.placement.nodes_min = if self.nodes.minimum > 0 { self.nodes.minimum } else { self.nodes.speeds.len() - late };
@@ -150,13 +165,13 @@ impl Scenario {
     /// # Errors
     /// What did not come out as it must.
     pub fn run(&self) -> Result<Ending, String> {
-        let ending = judge(&self.plan())?;
+        let ending = judge(&self.plan()).map_err(|violation| violation.to_string())?;
         self.check(&ending)?;
         Ok(ending)
     }
 
     fn check(&self, ending: &Ending) -> Result<(), String> {
-        if ending.faults_struck < self.faults.len() {
+        if self.expect.all_strike && ending.faults_struck < self.faults.len() {
             let missed = self.faults.iter().find_map(|planned| self.was_missed(planned, ending));
             let why = missed.map_or_else(|| "one found nobody to strike".to_owned(), |(point, reached)| format!("{point:?} was reached {reached} times only"));
             return Err(format!("{} of {} faults struck: {why}", ending.faults_struck, self.faults.len()));

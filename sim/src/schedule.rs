@@ -5,12 +5,11 @@ use std::time::Duration;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
-use skein_node::engine::toy;
 use skein_protocol::codec::Codec;
 use skein_protocol::config::Mode;
 
 use crate::fault::CrashPoint;
-use crate::plan::Plan;
+use crate::scenario::{Expect, NodesTable, RunTable, Scenario};
 
 /// Something that goes wrong. Nodes are numbered from 0, times are in seconds where they are written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,6 +36,14 @@ pub enum Fault {
     },
     /// The process stands still (SIGSTOP, a suspended laptop): connected, silent.
     Stop {
+        /// Which node.
+        node: usize,
+        /// For how long.
+        #[serde(with = "seconds")]
+        lasts: Duration,
+    },
+    /// The device does not answer; the process does.
+    Hang {
         /// Which node.
         node: usize,
         /// For how long.
@@ -152,6 +159,7 @@ impl Planned {
         let struck = match self.fault {
             Fault::Kill { node, .. }
             | Fault::Stop { node, .. }
+            | Fault::Hang { node, .. }
             | Fault::Flap { node }
             | Fault::Mute { node, .. }
             | Fault::NotFinite { node, .. }
@@ -181,35 +189,41 @@ mod seconds {
     }
 }
 
-/// Draws a whole run in mode `exact`: model, batch, nodes, and at least `faults` faults.
-pub fn draw(seed: u64, faults: usize) -> Plan {
+/// Draws a whole run in mode `exact`: model, batch, nodes, and so many faults.
+pub fn draw(seed: u64, faults: usize) -> Scenario {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let layers = random.random_range(1..=4);
-    let mut config = toy::config(layers, random.random(), random.random_range(3..=8), random.random_range(10..=14));
-    config.run.mode = Mode::Exact;
-    config.run.seed = seed;
-    config.wire.boundary = if random.random_range(0..4) == 0 { Codec::Bf16 } else { Codec::None };
-    config.checkpoint.every_steps = random.random_range(0..=5);
-    config.placement.spans = random.random_range(0..=3).min(layers + 2);
-    config.placement.replicas = random.random_range(1..=3);
-    let nodes = random.random_range(config.placement.spans.max(1)..=6);
-    config.placement.nodes_min = random.random_range(1..=nodes);
-    let mut plan = Plan::new(config, nodes);
-    plan.seed = seed;
-    plan.jitter = Duration::from_millis([0, 1, 5, 30][random.random_range(0..4)]);
-    plan.speeds = (0..nodes).map(|_| [0.25, 0.5, 1.0, 1.0, 2.0][random.random_range(0..5)]).collect();
-    plan.starts = (0..nodes).map(|_| if random.random_range(0..4) == 0 { between(&mut random, 0, 1500) } else { Duration::ZERO }).collect();
+    let (tied, microbatches, steps) = (random.random(), random.random_range(3..=8), random.random_range(10..=14));
+    let boundary = if random.random_range(0..4) == 0 { Codec::Bf16 } else { Codec::None };
+    let checkpoint_every = random.random_range(0..=5);
+    let spans = random.random_range(0..=3).min(layers + 2);
+    let replicas = random.random_range(1..=3);
+    let nodes = random.random_range(spans.max(1)..=6);
+    let minimum = random.random_range(1..=nodes);
+    let jitter = [0.0, 0.001, 0.005, 0.03][random.random_range(0..4)];
+    let speeds = (0..nodes).map(|_| [0.25, 0.5, 1.0, 1.0, 2.0][random.random_range(0..5)]).collect();
+    let mut start = || if random.random_range(0..4) == 0 { between(&mut random, 0, 1500).as_secs_f64() } else { 0.0 };
+    let starts = (0..nodes).map(|_| start()).collect();
     let mut at = Duration::ZERO;
-    for _ in 0..faults {
+    let mut next = || {
         at += between(&mut random, 1, 150);
-        plan.faults.push(Planned { when: When::At(at), fault: fault(&mut random, nodes) });
+        Planned { when: When::At(at), fault: fault(&mut random, nodes) }
+    };
+    let faults = (0..faults).map(|_| next()).collect();
+    Scenario {
+        title: format!("drawn from seed {seed}"),
+        rules: Vec::new(),
+        run: RunTable { seed, mode: Mode::Exact, layers, tied, microbatches, steps, checkpoint_every, boundary },
+        nodes: NodesTable { speeds, starts, minimum, spans, replicas, jitter },
+        faults,
+        // At the time it is due a fault may find nobody to strike.
+        expect: Expect { all_strike: false, ..Expect::default() },
     }
-    plan
 }
 
 fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
     let node = random.random_range(0..nodes);
-    match random.random_range(0..16) {
+    match random.random_range(0..17) {
         0..3 => Fault::Kill { node, returns: between(random, 1, 3000), wiped: random.random_range(0..4) == 0 },
         3 => Fault::KillCoordinator,
         4 => Fault::Stop { node, lasts: between(random, 10, 4000) },
@@ -221,7 +235,8 @@ fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
         11 => Fault::StopCoordinator { lasts: between(random, 10, 3000) },
         12 => Fault::Repeat { lasts: between(random, 10, 500) },
         13 => Fault::ClockJump { node, ahead: between(random, 10, 3_600_000) },
-        14 => Fault::Lie { node, times: random.random_range(1..4) },
+        14 => Fault::Hang { node, lasts: between(random, 10, 15_000) },
+        15 => Fault::Lie { node, times: random.random_range(1..4) },
         _ => Fault::Leave { node, returns: between(random, 100, 3000) },
     }
 }

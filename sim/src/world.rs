@@ -111,8 +111,9 @@ struct Host {
     accepted: Option<u32>,
     timer: Option<Time>,
     timeline: Timeline,
-    /// It stands still, its control connection carries nothing, its disk takes nothing until then.
+    /// It stands still, its device does not answer, its control connection carries nothing, its disk takes nothing until then.
     stopped_until: Time,
+    hung_until: Time,
     muted_until: Time,
     disk_full_until: Time,
     /// Its user starts it again so long after it has left.
@@ -295,6 +296,10 @@ impl World {
     /// Until when whoever this happens to stands still.
     fn stands_still(&self, happening: &Happening) -> Option<Time> {
         let node = match happening {
+            Happening::Node { node, event: Event::Computed(_), .. } => {
+                let hung = self.hosts.get(node).filter(|host| host.alive).map(|host| host.hung_until.max(host.stopped_until));
+                return hung.filter(|until| self.now < *until);
+            }
             Happening::Node { node, .. }
             | Happening::ToNode { node, .. }
             | Happening::Closed { node, .. }

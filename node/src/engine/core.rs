@@ -93,11 +93,12 @@ pub struct Backward<G> {
 
 /// Gradients of the uses of one span for one microbatch.
 pub trait Gradients {
-    /// Whether every value is finite.
-    fn are_finite(&self) -> bool;
+    /// Squared norm of the gradient of one use: not finite if one of its values is not, or is too
+    /// large to be squared.
+    fn squared_norm(&self, one: Use) -> f64;
 
-    /// Writes the gradient of one use over `sum` if `first`, else adds it: flat, in the group's
-    /// layout. `first` writes every value of every tensor; padding is zero and stays so.
+    /// Writes the gradient of one use over all of `sum` if `first`, zero where the layout has
+    /// padding; else adds it: flat, in the group's layout.
     fn add_to(&self, one: Use, sum: &mut [f32], first: bool);
 }
 
@@ -111,6 +112,8 @@ struct Plan {
     deviation: f64,
     /// Mode `exact`: how sums are kept.
     fixed: Option<FixedPoint>,
+    /// The largest norm that a use's gradient of one microbatch may have.
+    norm_limit: f64,
 }
 
 impl Plan {
@@ -170,6 +173,7 @@ impl<C: Compute> Core<C> {
             seed: config.run.seed,
             deviation: config.model.initializer_range,
             fixed: config.fixed_point(&structure),
+            norm_limit: config.reduce.norm_limit,
             structure,
         };
         let chunk = plan.structure.groups.iter().map(|layout| layout.len.min(plan.chunk_len)).max().unwrap_or_default();

@@ -351,6 +351,14 @@ pub enum EngineError {
     /// A value computed here is not finite.
     #[error("{0} is not finite")]
     NotFinite(&'static str),
+    /// A gradient is larger than any honest one.
+    #[error("a gradient has the norm {norm:.3e}, reduce.norm_limit is {limit:.3e}")]
+    Norm {
+        /// Its norm.
+        norm: f64,
+        /// The largest allowed.
+        limit: f64,
+    },
     /// Something the task names is not here.
     #[error("no {what} here")]
     Absent {

@@ -150,7 +150,7 @@ impl Compute for Torch {
 
     fn backward(&mut self, graph: Graph, gradient: Option<&[f32]>) -> Result<Backward<TorchGradients>, EngineError> {
         let mut gradient = gradient.map(|values| self.boundary(values)).transpose()?;
-        let mut gradients = TorchGradients { uses: BTreeMap::new(), finite: true };
+        let mut gradients = TorchGradients { uses: BTreeMap::new(), squared_norms: BTreeMap::new() };
         // Each block's graph is freed as soon as it is done.
         for block in graph.blocks.into_iter().rev() {
             gradient = block.backward(gradient.as_ref(), &mut gradients)?.map(|made| self.edge(made)).transpose()?;
@@ -191,7 +191,7 @@ impl BlockGraph {
         for ((one, offset), tensor) in leaves.places.into_iter().zip(made) {
             let tensor = tensor.f_to_device(Device::Cpu)?.f_contiguous()?;
             // While the values are still in the cache.
-            gradients.finite &= are_finite(raw::values(&tensor)?);
+            *gradients.squared_norms.entry(one).or_default() += squared_norm(raw::values(&tensor)?);
             gradients.uses.entry(one).or_default().push((offset, tensor));
         }
         Ok(below)
@@ -210,12 +210,12 @@ impl BlockGraph {
 /// Gradients as libtorch made them: by use, each tensor with its offset in the group's layout.
 pub struct TorchGradients {
     uses: BTreeMap<Use, Vec<(usize, Tensor)>>,
-    finite: bool,
+    squared_norms: BTreeMap<Use, f64>,
 }
 
 impl Gradients for TorchGradients {
-    fn are_finite(&self) -> bool {
-        self.finite
+    fn squared_norm(&self, one: Use) -> f64 {
+        self.squared_norms.get(&one).copied().unwrap_or_default()
     }
 
     fn add_to(&self, one: Use, sum: &mut [f32], first: bool) {
@@ -237,10 +237,17 @@ impl Gradients for TorchGradients {
     }
 }
 
-/// Whether all values are finite.
-fn are_finite(values: &[f32]) -> bool {
-    // Without a branch for each value, in pieces, so that the compiler makes vectors of it.
-    values.chunks(4096).all(|piece| piece.iter().fold(true, |finite, value| finite & value.is_finite()))
+/// The sum of the values' squares: what is not finite, or too large to be squared, makes it so too.
+fn squared_norm(values: &[f32]) -> f64 {
+    // In lanes, so that the compiler makes vectors of it, and in pieces, so that f32 is good enough.
+    let piece = |piece: &[f32]| {
+        let mut lanes = [0f32; 16];
+        for values in piece.chunks(lanes.len()) {
+            lanes.iter_mut().zip(values).for_each(|(lane, value)| *lane += value * value);
+        }
+        lanes.iter().map(|lane| f64::from(*lane)).sum::<f64>()
+    };
+    values.chunks(4096).map(piece).sum()
 }
 
 /// A copy of a tensor's values.

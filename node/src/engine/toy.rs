@@ -141,8 +141,8 @@ pub struct ToyGradients {
 }
 
 impl Gradients for ToyGradients {
-    fn are_finite(&self) -> bool {
-        self.uses.iter().all(|(_, gradient)| gradient.iter().all(|value| value.is_finite()))
+    fn squared_norm(&self, one: Use) -> f64 {
+        self.uses.iter().filter(|(used, _)| *used == one).flat_map(|(_, gradient)| gradient).map(|value| f64::from(*value).powi(2)).sum()
     }
 
     fn add_to(&self, one: Use, sum: &mut [f32], first: bool) {

@@ -63,6 +63,9 @@ impl Node {
             let one_id = Use(u16::try_from(one).expect("below the number of uses"));
             entry.counted.insert(one_id, *sum);
             entry.scratch.remove(one);
+            if entry.backward == Progress::Queued {
+                entry.taken.insert(one);
+            }
             // Another span of this node may have been counted for it.
             if record.counted.entry(one_id).or_default().insert(key.microbatch.0 as usize) {
                 adds.push((one_id, *sum));

@@ -45,6 +45,7 @@ impl World {
             Fault::ClockJump { node, ahead } => self.clock_jumps(node_id(node), ahead),
             Fault::Lie { node, times } => self.alive(node).map(|host| host.lies += times).is_some(),
             Fault::Stop { node, lasts } => self.alive(node).map(|host| host.stopped_until = host.stopped_until.max(now + lasts)).is_some(),
+            Fault::Hang { node, lasts } => self.alive(node).map(|host| host.hung_until = host.hung_until.max(now + lasts)).is_some(),
             Fault::Cut { from, to, both, lasts } => {
                 let (from, to) = (node_id(from), node_id(to));
                 self.network.cut(from, to, now + lasts);

@@ -63,6 +63,7 @@ impl World {
             timer: None,
             timeline: Timeline(0),
             stopped_until: Time::default(),
+            hung_until: Time::default(),
             muted_until: Time::default(),
             disk_full_until: Time::default(),
             returns: None,

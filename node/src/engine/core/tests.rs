@@ -432,6 +432,17 @@ fn gradients_that_are_not_finite_never_reach_scratch() {
 }
 
 #[test]
+fn a_gradient_beyond_the_bound_never_reaches_scratch() {
+    let mut config = config();
+    config.reduce.norm_limit = 1e-3;
+    let mut core = toy::engine(&config);
+    finished(core.run(Task::Draw { groups: toy::structure(&config).group_ids().collect() }));
+    forward(&mut core, work(0), true);
+    assert!(matches!(error(backward(&mut core, work(0))), EngineError::Norm { .. }));
+    assert!(matches!(error(core.run(Task::Add { key: work(0), sums: vec![] })), EngineError::Absent { .. }));
+}
+
+#[test]
 fn failures_say_what_they_were_part_of() {
     let mut core = toy::engine(&config());
     let Outcome::Failed { about, .. } = forward(&mut core, work(0), true) else { panic!("no weights yet") };

@@ -131,14 +131,20 @@ impl<C: Compute> Core<C> {
         let graph = self.graph_for_backward(key, input, gradient)?;
         let gradient = (!self.ends_with_head(key.span)).then_some(&*self.desk.gradient);
         let made = self.compute.backward(graph, gradient)?;
-        if !made.gradients.are_finite() {
-            return Err(EngineError::NotFinite("a gradient"));
+        let uses = self.plan.structure.uses_of(key.span);
+        for one in uses.iter() {
+            let norm = made.gradients.squared_norm(Use(u16::try_from(one).expect("below the number of uses"))).sqrt();
+            if !norm.is_finite() {
+                return Err(EngineError::NotFinite("a gradient"));
+            }
+            if norm > self.plan.norm_limit {
+                return Err(EngineError::Norm { norm, limit: self.plan.norm_limit });
+            }
         }
         let gradient = match (made.gradient, codec) {
             (Some(values), Some(codec)) => Some(encode(&self.bytes, "the gradient of a span's input", codec, &values)?),
             _ => None,
         };
-        let uses = self.plan.structure.uses_of(key.span);
         self.works.keep_scratch(key, made.gradients, uses.clone());
         Ok(Outcome::Backwarded { key, gradient, uses })
     }
@@ -195,7 +201,6 @@ impl<C: Compute> Core<C> {
                 (Values::Fixed(values), Some(fixed)) => {
                     // Each gradient is rounded by itself: what it adds does not depend on the others.
                     let term = &mut self.desk.term[..layout.len];
-                    term.fill(0.0);
                     gradients.add_to(one, term, true);
                     clamped += fixed.add(term, values);
                 }
