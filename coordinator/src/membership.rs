@@ -11,8 +11,8 @@ use skein_protocol::time::Time;
 use crate::machine::{Action, Coordinator, HELLO_ITEMS_MAX, Phase};
 use crate::record::Record;
 
-/// A silent member's sums are given up after so many times [`limits::SUSPECT_AFTER`]; those of one
-/// whose connection closed at once.
+/// A silent member's sums are given up after so many times [`limits::SUSPECT_AFTER`]; at once where
+/// its connection closed, or where the whole batch is sealed and nothing else is waited for.
 const SILENCE_BEFORE_VOID: u32 = 3;
 
 /// A node that was admitted.
@@ -294,11 +294,13 @@ impl Coordinator {
         let mut suspects = Vec::new();
         let mut given_up = Vec::new();
         let mut gone = Vec::new();
+        // Nothing else is waited for then (rule 18).
+        let all_sealed = self.open.as_ref().is_some_and(|open| open.groups.len() == self.structure.groups.len());
         for (node, member) in self.members.iter_mut().filter(|(_, member)| member.present) {
             let silence = self.now.since(member.heard);
             if silence > limits::LEASE {
                 gone.push(*node);
-            } else if silence > limits::SUSPECT_AFTER * SILENCE_BEFORE_VOID && member.suspect {
+            } else if member.suspect && (all_sealed || silence > limits::SUSPECT_AFTER * SILENCE_BEFORE_VOID) {
                 given_up.push(*node);
             } else if silence > limits::SUSPECT_AFTER && !member.suspect {
                 member.suspect = true;
@@ -307,6 +309,9 @@ impl Coordinator {
         }
         for node in suspects {
             self.report(format!("{} is silent", node.short()), actions);
+            // Work in flight goes elsewhere at once; its sums wait a while for it to come back.
+            self.leases.return_all_of(node);
+            self.return_leases_through(node);
             self.publish_placement(actions);
         }
         for node in given_up {

@@ -2,8 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use skein_protocol::id::Hash;
 
@@ -11,7 +14,7 @@ use crate::fault::CrashPoint;
 use crate::judge::{LIMIT, Violation, judge, shortest_failing_prefix};
 use crate::plan::{Ending, Plan};
 use crate::scenario::Scenario;
-use crate::schedule::draw;
+use crate::schedule::{Fault, Planned, When, draw};
 use crate::world::World;
 
 /// `skein-sim run`
@@ -170,4 +173,57 @@ pub fn replay(args: &ReplayArgs) -> Result<String, String> {
     let described = toml::to_string(&scenario).map_err(|error| error.to_string())?;
     let ending = judge(&scenario.plan()).map_err(|problem| format!("{problem}\n{described}"))?;
     Ok(format!("{described}# trace {} after {:.3} s\n", ending.trace, ending.time.as_secs_f64()))
+}
+
+/// `skein-sim recovery`
+#[derive(Debug, Args)]
+pub struct RecoveryArgs {
+    /// How often each kind of loss is tried
+    #[arg(long, default_value_t = 200)]
+    samples: usize,
+}
+
+/// How long work waited that was in the hands of a lost node, and what had to be done again.
+#[derive(Debug, Serialize)]
+struct Recovery {
+    kind: &'static str,
+    samples: usize,
+    median_seconds: f64,
+    max_seconds: f64,
+    redone_max: f64,
+}
+
+/// Makes the loss of a node that lasts so long.
+type MakeFault = fn(usize, Duration) -> Fault;
+
+/// Loses one of four nodes, two spans by two replicas, at a drawn moment, again and again.
+///
+/// # Errors
+/// If a run does not end as it must.
+pub fn recovery(args: &RecoveryArgs) -> Result<String, String> {
+    let lasts = Duration::from_secs(40);
+    let kinds: [(&str, MakeFault); 4] = [
+        ("kill", |node, _| Fault::Kill { node, returns: Duration::from_secs(2), wiped: false }),
+        ("blackhole", |node, lasts| Fault::Blackhole { node, lasts }),
+        ("stop", |node, lasts| Fault::Stop { node, lasts }),
+        ("hang", |node, lasts| Fault::Hang { node, lasts }),
+    ];
+    let mut found = Vec::new();
+    for (kind, make) in kinds {
+        let (mut waits, mut redone) = (Vec::new(), 0f64);
+        let mut random = ChaCha8Rng::seed_from_u64(1);
+        while waits.len() < args.samples {
+            let fault = make(random.random_range(0..4), lasts);
+            let at = Duration::from_micros(random.random_range(150_000..600_000));
+            let mut scenario = Scenario { faults: vec![Planned { when: When::At(at), fault }], ..Scenario::default() };
+            (scenario.run.seed, scenario.run.microbatches, scenario.nodes.jitter) = (random.random(), 8, 0.001);
+            let ending = judge(&scenario.plan()).map_err(|problem| format!("{kind}: {problem}"))?;
+            waits.extend(ending.taken_over.first().map(Duration::as_secs_f64));
+            redone = redone.max(ending.status.microbatches_redone);
+        }
+        waits.sort_by(f64::total_cmp);
+        let (median_seconds, max_seconds) = (waits[waits.len() / 2], waits[waits.len() - 1]);
+        found.push(Recovery { kind, samples: waits.len(), median_seconds, max_seconds, redone_max: redone });
+    }
+    serde_json::to_string(&found).map(|text| text + "\n").map_err(|error| error.to_string())
 }

@@ -9,6 +9,7 @@ mod device;
 #[cfg(feature = "local")]
 pub mod explore;
 pub mod fault;
+mod handover;
 pub mod judge;
 #[cfg(feature = "local")]
 pub mod local;

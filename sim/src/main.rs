@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
-use skein_sim::explore::{self, ReplayArgs, RunArgs};
+use skein_sim::explore::{self, RecoveryArgs, ReplayArgs, RunArgs};
 use skein_sim::local::command::{LocalArgs, local};
 use skein_sim::local::demo::{DemoArgs, demo};
 use skein_sim::local::error::LocalError;
@@ -35,6 +35,9 @@ enum Command {
     /// Run one schedule again, with everything that happens in the log
     #[command(after_help = REPLAY_EXAMPLE)]
     Replay(ReplayArgs),
+    /// Lose one of four nodes in virtual time again and again: how long its work waits, as JSON
+    #[command(after_help = RECOVERY_EXAMPLE)]
+    Recovery(RecoveryArgs),
     /// Start one coordinator and several nodes as processes, and watch them train
     #[command(after_help = LOCAL_EXAMPLE)]
     Local(LocalArgs),
@@ -59,6 +62,10 @@ Example:
   skein-sim replay --seed 17 --faults 3 2> events.log > scenario.toml
 
 What was drawn is printed as a scenario: `skein-sim run scenario.toml` runs it again.";
+
+const RECOVERY_EXAMPLE: &str = "\
+Example:
+  skein-sim recovery --samples 200";
 
 const LOCAL_EXAMPLE: &str = "\
 Example:
@@ -88,6 +95,7 @@ fn main() -> ExitCode {
         }
         Command::Run(args) => return explored(explore::run(&args)),
         Command::Replay(args) => return explored(explore::replay(&args)),
+        Command::Recovery(args) => return explored(explore::recovery(&args)),
         Command::Local(args) => in_runtime(local(args)),
         Command::Demo(args) => in_runtime(async {
             if let Some(text) = demo(args).await? {

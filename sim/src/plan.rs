@@ -85,6 +85,8 @@ pub struct Ending {
     pub trace: Hash,
     /// Losses of committed steps, as the coordinator showed them.
     pub losses: Vec<(u64, f32)>,
+    /// How long the work that each lost node had in hand waited for another to take it up.
+    pub taken_over: Vec<Duration>,
     /// Exits of nodes that were no success.
     pub failures: Vec<String>,
 }

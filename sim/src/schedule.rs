@@ -63,6 +63,14 @@ pub enum Fault {
         #[serde(with = "seconds")]
         lasts: Duration,
     },
+    /// Nothing reaches the node or comes from it, and nobody is told: its network is gone.
+    Blackhole {
+        /// Which node.
+        node: usize,
+        /// For how long.
+        #[serde(with = "seconds")]
+        lasts: Duration,
+    },
     /// The control connection is closed; the node dials again.
     Flap {
         /// Which node.
@@ -160,6 +168,7 @@ impl Planned {
             Fault::Kill { node, .. }
             | Fault::Stop { node, .. }
             | Fault::Hang { node, .. }
+            | Fault::Blackhole { node, .. }
             | Fault::Flap { node }
             | Fault::Mute { node, .. }
             | Fault::NotFinite { node, .. }

@@ -25,6 +25,7 @@ use skein_protocol::model::Structure;
 use skein_protocol::time::Time;
 
 use crate::fault::CrashPoint;
+use crate::handover::Handover;
 use crate::network::Network;
 use crate::oracle::Ledger;
 use crate::plan::{Ending, Plan};
@@ -148,6 +149,7 @@ pub struct World {
     faults_struck: usize,
     trace: blake3::Hasher,
     failures: Vec<String>,
+    handover: Handover,
 }
 
 /// The name of the n-th node.
@@ -179,6 +181,7 @@ impl World {
             faults_struck: 0,
             trace: blake3::Hasher::new(),
             failures: Vec::new(),
+            handover: Handover::default(),
             plan,
         };
         world.schedule(Duration::ZERO, Happening::StartCoordinator);
@@ -254,6 +257,7 @@ impl World {
             commits: self.ledger.commits(),
             trace: Hash(*self.trace.finalize().as_bytes()),
             failures: self.failures,
+            taken_over: self.handover.taken_over,
         }
     }
 

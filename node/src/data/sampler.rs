@@ -142,10 +142,12 @@ mod tests {
     use crate::data::store::store_of;
 
     const BATCH: BatchSection = BatchSection { microbatches: 3, sequences: 2, length: 4 };
+    /// That of `store_of`: every token of two bytes.
+    const VOCABULARY: usize = 65_536;
 
     fn sampler(folder: &std::path::Path, tokens: u16, seed: u64) -> Sampler {
         let tokens: Vec<u16> = (0..tokens).collect();
-        Sampler::new(&store_of(folder, &tokens, &[1], 7), 7, seed, BATCH).expect("enough tokens")
+        Sampler::new(&store_of(folder, &tokens, &[1], 7), VOCABULARY, seed, BATCH).expect("enough tokens")
     }
 
     fn first_tokens(sampler: &mut Sampler, steps: std::ops::Range<u64>) -> Vec<u32> {
@@ -200,9 +202,9 @@ mod tests {
     #[test]
     fn too_little_text_is_an_error_that_says_how_much() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let small = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4, 5], &[1], 7), 6, 0, BATCH).expect_err("a token is unknown");
-        assert!(matches!(small, DataError::Vocabulary { model: 6, data: 7 }));
-        let error = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4], &[1], 7), 7, 0, BATCH).expect_err("five are needed");
+        let small = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4, 5], &[1], 7), VOCABULARY - 1, 0, BATCH).expect_err("a token is unknown");
+        assert!(matches!(small, DataError::Vocabulary { model: 65_535, data: VOCABULARY }));
+        let error = Sampler::new(&store_of(folder.path(), &[1, 2, 3, 4], &[1], 7), VOCABULARY, 0, BATCH).expect_err("five are needed");
         assert_eq!(error.to_string(), "the train data has 4 tokens, at least 5 are needed: add text, or lower batch.length");
         assert_eq!(sampler(folder.path(), 5, 0).windows(), 1);
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use skein_node::machine::Event;
 use skein_protocol::id::NodeId;
+use skein_protocol::time::Time;
 
 use super::{Happening, World, node_id};
 use crate::fault::CrashPoint;
@@ -27,6 +28,9 @@ impl World {
     pub(super) fn strike(&mut self, fault: Fault) {
         let now = self.now;
         tracing::debug!(at = now.as_secs_f64(), ?fault, "strikes");
+        if let Fault::Kill { node, .. } | Fault::Stop { node, .. } | Fault::Hang { node, .. } | Fault::Blackhole { node, .. } = fault {
+            self.handover.lost(node_id(node), now);
+        }
         let struck = match fault {
             Fault::Kill { node, returns, wiped } => self.kill_for(node_id(node), returns, wiped),
             Fault::KillCoordinator => {
@@ -54,6 +58,7 @@ impl World {
                 }
                 from != to
             }
+            Fault::Blackhole { node, lasts } => self.blackhole(node_id(node), now + lasts),
             Fault::Flap { node } => {
                 let node = node_id(node);
                 let open = self.hosts.get(&node).filter(|host| host.alive && host.connected).map(|host| host.connection);
@@ -83,6 +88,14 @@ impl World {
 
     fn alive(&mut self, node: usize) -> Option<&mut super::Host> {
         self.hosts.get_mut(&node_id(node)).filter(|host| host.alive)
+    }
+
+    fn blackhole(&mut self, node: NodeId, until: Time) -> bool {
+        let others: Vec<NodeId> = self.hosts.keys().copied().filter(|other| *other != node).collect();
+        for other in others {
+            self.network.silence(node, other, until);
+        }
+        self.hosts.get_mut(&node).filter(|host| host.alive).map(|host| host.muted_until = host.muted_until.max(until)).is_some()
     }
 
     fn clock_jumps(&mut self, node: NodeId, ahead: Duration) -> bool {

@@ -17,7 +17,7 @@ use skein_protocol::time::Time;
 use super::{COORDINATOR, Happening, Host, World};
 use crate::device::duration;
 use crate::fault::CrashPoint;
-use crate::network::{DELAY, LINK_NOTICE};
+use crate::network::DELAY;
 
 /// A group is sealed at most so often in one step: more would be a loop.
 const SEALS_MAX: usize = 64;
@@ -193,7 +193,8 @@ impl World {
 
     fn send(&mut self, node: NodeId, life: u32, to: NodeId, mut frame: Frame) {
         let Some(to) = self.hosts.get(&to).filter(|host| host.alive && !self.network.is_cut(node, to, self.now)).map(|host| (to, host.life)) else {
-            return self.schedule(LINK_NOTICE, Happening::Node { node, life, event: Event::LinkDown(to) });
+            let notice = self.network.notice(node, to, self.now);
+            return self.schedule(notice, Happening::Node { node, life, event: Event::LinkDown(to) });
         };
         let host = self.hosts.get_mut(&node).expect("it acts");
         if let (PeerMessage::StateChunk { .. }, Some(payload), 1..) = (&frame.message, &mut frame.payload, host.lies) {
@@ -212,6 +213,7 @@ impl World {
     fn compute(&mut self, node: NodeId, life: u32, task: Task) {
         let host = self.hosts.get_mut(&node).expect("it acts");
         let duration = duration(&task, host.speed);
+        self.handover.computes(node, &task, self.now);
         if let Some((key, sums)) = reads(&task) {
             let mut contribution = BTreeMap::new();
             for sum in sums {
@@ -276,7 +278,8 @@ impl World {
         if self.lives(to.0, to.1) && !self.network.is_cut(from.0, to.0, self.now) {
             return self.node_event(to.0, to.1, Event::Peer { from: from.0, frame });
         }
-        self.schedule(LINK_NOTICE, Happening::Node { node: from.0, life: from.1, event: Event::LinkDown(to.0) });
+        let notice = self.network.notice(from.0, to.0, self.now);
+        self.schedule(notice, Happening::Node { node: from.0, life: from.1, event: Event::LinkDown(to.0) });
     }
 
     /// Ends a node's control connection from its side; the coordinator hears of it.
