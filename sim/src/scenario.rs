@@ -121,7 +121,10 @@ impl Scenario {
     /// # Errors
     /// What is wrong, and where in the text.
     pub fn from_toml(text: &str) -> Result<Self, String> {
-        let scenario: Self = toml::from_str(text).map_err(|error| error.to_string())?;
+        let scenario: Self = toml::from_str(text).map_err(|error| {
+            let line = error.span().map_or(1, |span| 1 + text.get(..span.start).unwrap_or(text).matches('\n').count());
+            format!("line {line}: {}", error.message())
+        })?;
         let nodes = scenario.nodes.speeds.len();
         if !(1..=200).contains(&nodes) || scenario.nodes.speeds.iter().any(|speed| !(0.001..=1000.0).contains(speed)) {
             return Err("nodes.speeds: between 1 and 200 nodes with speeds from 0.001 to 1000".to_owned());
@@ -227,7 +230,7 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         let wrong = |text: &str| Scenario::from_toml(text).expect_err("it is wrong");
-        assert!(wrong("title = 'x'\n[run]\nstep = 3").contains("unknown field `step`"));
+        assert!(wrong("title = 'x'\n[run]\nstep = 3").contains("line 3: unknown field `step`"));
         assert!(wrong("title = 'x'\n[[faults]]\nwhen = { at = -1.0 }\nfault = 'kill-coordinator'").contains("negative"));
         assert!(wrong("title = 'x'\n[[faults]]\nwhen = { at = 1.0 }\nfault = { flap = { node = 4 } }").contains("node 4"));
     }
