@@ -108,10 +108,16 @@ pub fn set_threads(threads: usize) {
 /// Environment variables that are read before `main`. OpenMP's workers that wait must sleep, or
 /// they would burn the cores that the network needs. The C library's allocator must keep what is
 /// freed: gradients come and go with every microbatch, and fresh pages fill ten times slower than
-/// pages used before.
+/// pages used before. That takes its one main arena: it gives back those of other threads, such as
+/// the compute thread's, whatever the threshold.
 #[cfg(unix)]
-const ENVIRONMENT: [(&str, &str); 4] =
-    [("OMP_WAIT_POLICY", "PASSIVE"), ("MKL_DYNAMIC", "FALSE"), ("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "17179869184")];
+const ENVIRONMENT: [(&str, &str); 5] = [
+    ("OMP_WAIT_POLICY", "PASSIVE"),
+    ("MKL_DYNAMIC", "FALSE"),
+    ("MALLOC_ARENA_MAX", "1"),
+    ("MALLOC_MMAP_THRESHOLD_", "33554432"),
+    ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
+];
 
 /// Set in the process that [`ensure_environment`] starts, so that it starts only one.
 #[cfg(unix)]
