@@ -363,6 +363,10 @@ impl Coordinator {
         if self.phase != Phase::Training {
             return;
         }
+        if let Some(group) = self.lost_before_it_was_got() {
+            self.report(format!("version {} of group {group} went before anyone had got it", self.placement.base), actions);
+            return self.go_back(actions);
+        }
         let lost = self.structure.group_ids().find(|group| {
             let mut members = self.placement.active().filter(|seat| self.structure.groups_of(seat.span).contains(group)).peekable();
             members.peek().is_some() && members.all(|seat| self.is_without(seat.node, *group))

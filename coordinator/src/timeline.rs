@@ -148,6 +148,22 @@ impl Coordinator {
         self.report(format!("{why}going back to the newest checkpoint"), actions);
     }
 
+    /// A group of the version that this timeline begins from that nobody holds and no disk of a
+    /// member has any more: its joiners would ask for it for ever.
+    pub(crate) fn lost_before_it_was_got(&self) -> Option<Group> {
+        let base = self.placement.base;
+        if self.open.is_some() || self.chain.version() != base {
+            return None;
+        }
+        let on_disk = |group: &Group| {
+            let shards = self.shards.get(&base).and_then(|groups| groups.get(group));
+            shards.is_some_and(|holders| holders.keys().any(|node| self.members.contains_key(node)))
+        };
+        let hosted = |group: &Group| self.placement.active().any(|seat| self.structure.groups_of(seat.span).contains(group));
+        let fetched = self.placement.sources.iter().filter(|source| !source.holders.is_empty()).map(|source| source.group);
+        fetched.into_iter().find(|group| !on_disk(group) && !hosted(group))
+    }
+
     /// Begins a timeline as soon as there are nodes that fit the model and, after the first, a
     /// checkpoint to begin from.
     pub(crate) fn begin_if_possible(&mut self, actions: &mut Vec<Action>) {

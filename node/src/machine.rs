@@ -27,6 +27,9 @@ use crate::reduce::Reduce;
 use crate::session::Session;
 use crate::steps::Steps;
 
+#[cfg(test)]
+mod tests;
+
 /// What happens to a node.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -351,6 +354,9 @@ impl Node {
 
     fn failed(&mut self, error: &EngineError, about: About, actions: &mut Vec<Action>) {
         actions.push(Action::Report(Report::Trouble(error.to_string())));
+        if matches!(error, EngineError::OutOfMemory(_)) {
+            return self.offer_less(actions);
+        }
         match about {
             About::Work(key) => {
                 if matches!(error, EngineError::NotFinite(_) | EngineError::Norm { .. }) && self.session.welcomed {
@@ -364,6 +370,15 @@ impl Node {
             About::State(_) | About::Step(_) => self.start_over(actions),
             About::Other => {}
         }
+    }
+
+    /// This node's span does not fit its device: it comes back as a newcomer that offers a quarter
+    /// less memory, and so gets a smaller span or none.
+    fn offer_less(&mut self, actions: &mut Vec<Action>) {
+        let memory = self.settings.capability.memory / 4 * 3;
+        self.settings.capability.memory = memory;
+        actions.push(Action::Report(Report::Trouble(format!("this node offers {} MiB of memory from now on", memory >> 20))));
+        self.start_over(actions);
     }
 }
 
@@ -457,13 +472,13 @@ impl TaskQueue {
 
     /// Forgets what is queued to be computed of a work.
     pub(crate) fn drop_work(&mut self, key: WorkKey) {
-        self.forward.retain(|task| computes(task) != Some(key));
-        self.backward.retain(|task| computes(task) != Some(key));
+        self.forward.retain(|task| task.computes() != Some(key));
+        self.backward.retain(|task| task.computes() != Some(key));
     }
 
     /// Forgets what is queued to be computed of steps up to `step`.
     pub(crate) fn drop_step(&mut self, step: Step) {
-        let later = |task: &Task| computes(task).is_none_or(|key| key.step > step);
+        let later = |task: &Task| task.computes().is_none_or(|key| key.step > step);
         self.forward.retain(later);
         self.backward.retain(later);
     }
@@ -480,13 +495,8 @@ impl TaskQueue {
         while self.at_engine.len() < limits::ENGINE_QUEUE {
             let next = self.urgent.pop_front().or_else(|| self.backward.pop_front()).or_else(|| self.forward.pop_front());
             let Some(task) = next else { return };
-            self.at_engine.push_back(AtEngine { computes: computes(&task), forgotten: false });
+            self.at_engine.push_back(AtEngine { computes: task.computes(), forgotten: false });
             actions.push(Action::Compute(task));
         }
     }
-}
-
-/// The work of which a task computes something.
-fn computes(task: &Task) -> Option<WorkKey> {
-    if let Task::Forward { key, .. } | Task::InputGradient { key, .. } | Task::Backward { key, .. } = task { Some(*key) } else { None }
 }

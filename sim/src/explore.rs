@@ -30,7 +30,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 1)]
     seeds: u64,
     /// Faults of each drawn schedule
-    #[arg(long, default_value_t = 20, conflicts_with = "scenario")]
+    #[arg(long, default_value_t = 60, conflicts_with = "scenario")]
     faults: usize,
     /// Run all seeds whatever fails, and print one line of JSON
     #[arg(long, conflicts_with = "scenario")]
@@ -47,7 +47,7 @@ pub struct ReplayArgs {
     #[arg(long)]
     seed: u64,
     /// Only so many of its first faults
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 60)]
     faults: usize,
 }
 
@@ -179,7 +179,7 @@ pub fn replay(args: &ReplayArgs) -> Result<String, String> {
 #[derive(Debug, Args)]
 pub struct RecoveryArgs {
     /// How often each kind of loss is tried
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 600)]
     samples: usize,
 }
 

@@ -91,6 +91,13 @@ pub enum Fault {
         /// How many.
         times: u32,
     },
+    /// The next computations find no room on the device.
+    OutOfMemory {
+        /// Which node.
+        node: usize,
+        /// How many.
+        times: u32,
+    },
     /// Checkpoints cannot be written.
     DiskFull {
         /// Which node.
@@ -172,6 +179,7 @@ impl Planned {
             | Fault::Flap { node }
             | Fault::Mute { node, .. }
             | Fault::NotFinite { node, .. }
+            | Fault::OutOfMemory { node, .. }
             | Fault::DiskFull { node, .. }
             | Fault::Leave { node, .. }
             | Fault::ClockJump { node, .. }
@@ -215,7 +223,7 @@ pub fn draw(seed: u64, faults: usize) -> Scenario {
     let starts = (0..nodes).map(|_| start()).collect();
     let mut at = Duration::ZERO;
     let mut next = || {
-        at += between(&mut random, 1, 150);
+        at += between(&mut random, 1, 120);
         Planned { when: When::At(at), fault: fault(&mut random, nodes) }
     };
     let faults = (0..faults).map(|_| next()).collect();
@@ -232,7 +240,7 @@ pub fn draw(seed: u64, faults: usize) -> Scenario {
 
 fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
     let node = random.random_range(0..nodes);
-    match random.random_range(0..17) {
+    match random.random_range(0..19) {
         0..3 => Fault::Kill { node, returns: between(random, 1, 3000), wiped: random.random_range(0..4) == 0 },
         3 => Fault::KillCoordinator,
         4 => Fault::Stop { node, lasts: between(random, 10, 4000) },
@@ -246,6 +254,8 @@ fn fault(random: &mut impl Rng, nodes: usize) -> Fault {
         13 => Fault::ClockJump { node, ahead: between(random, 10, 3_600_000) },
         14 => Fault::Hang { node, lasts: between(random, 10, 15_000) },
         15 => Fault::Lie { node, times: random.random_range(1..4) },
+        16 => Fault::Blackhole { node, lasts: between(random, 10, 5000) },
+        17 => Fault::OutOfMemory { node, times: random.random_range(1..3) },
         _ => Fault::Leave { node, returns: between(random, 100, 3000) },
     }
 }

@@ -119,8 +119,9 @@ struct Host {
     disk_full_until: Time,
     /// Its user starts it again so long after it has left.
     returns: Option<Duration>,
-    /// So many of its next computations fail.
+    /// So many of its next computations give values that are not finite, or find no room.
     not_finite: u32,
+    no_room: u32,
     /// So many of the next chunks of state that it gives are wrong.
     lies: u32,
     /// How far its clock is ahead of the world's. Nobody's clock is anybody else's.

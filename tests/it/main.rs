@@ -2,6 +2,7 @@
 
 mod cli;
 mod cluster;
+mod hello;
 mod processes;
 mod scenarios;
 mod schedules;

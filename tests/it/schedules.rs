@@ -6,7 +6,7 @@ use skein_sim::judge::{judge, shortest_failing_prefix};
 use skein_sim::schedule::draw;
 
 /// Faults of each schedule.
-const FAULTS: usize = 20;
+const FAULTS: usize = 60;
 /// Seeds of each of the tests below.
 const SEEDS: u64 = 500;
 

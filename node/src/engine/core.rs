@@ -27,6 +27,8 @@ mod sums;
 mod work;
 
 #[cfg(test)]
+mod room;
+#[cfg(test)]
 mod tests;
 
 /// Forward and backward of a model: what differs between engines.
@@ -247,9 +249,11 @@ impl<C: Compute> Core<C> {
             Task::Draw { groups } => self.draw(&groups)?,
             Task::Install { snapshot } => self.install(&snapshot)?,
             Task::Forget { groups } => self.forget(&groups),
-            Task::Forward { key, input, encode, keep_graph } => return self.forward(key, input.as_ref(), encode, keep_graph),
-            Task::InputGradient { key, input, gradient, encode } => return self.input_gradient(key, input.as_ref(), gradient.as_ref(), encode),
-            Task::Backward { key, input, gradient, encode } => return self.backward(key, input.as_ref(), gradient.as_ref(), encode),
+            Task::Forward { key, input, encode, keep_graph } => return self.with_room(|core| core.forward(key, input.as_ref(), encode, keep_graph)),
+            Task::InputGradient { key, input, gradient, encode } => {
+                return self.with_room(|core| core.input_gradient(key, input.as_ref(), gradient.as_ref(), encode));
+            }
+            Task::Backward { key, input, gradient, encode } => return self.with_room(|core| core.backward(key, input.as_ref(), gradient.as_ref(), encode)),
             Task::Add { key, sums } => return self.add(key, sums),
             Task::Discard { key } => self.works.discard(key),
             Task::DropSums { sums } => self.drop_sums(&sums),

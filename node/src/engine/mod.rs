@@ -205,6 +205,11 @@ pub enum Task {
 }
 
 impl Task {
+    /// The work of which it computes something, if it does.
+    pub fn computes(&self) -> Option<WorkKey> {
+        if let Self::Forward { key, .. } | Self::InputGradient { key, .. } | Self::Backward { key, .. } = self { Some(*key) } else { None }
+    }
+
     /// What it is, for logs.
     pub fn name(&self) -> &'static str {
         match self {
@@ -391,6 +396,9 @@ pub enum EngineError {
     /// The training data could not be read.
     #[error("training data: {0}")]
     Data(String),
+    /// The device has no room for what the task needs, even after what can be computed again was freed.
+    #[error("out of memory: {0}")]
+    OutOfMemory(String),
     /// The device or its library failed.
     #[error("{0}")]
     Device(String),

@@ -26,7 +26,10 @@ use crate::model::{Llama, dimension};
 impl From<TchError> for EngineError {
     fn from(error: TchError) -> Self {
         // The lines after the first are a backtrace through C++.
-        Self::Device(error.to_string().lines().next().unwrap_or("libtorch failed").to_owned())
+        let line = error.to_string().lines().next().unwrap_or("libtorch failed").to_owned();
+        // CUDA and MPS say it in the first way, the CPU's allocator in the others.
+        let no_room = ["out of memory", "can't allocate memory", "not enough memory"].iter().any(|sign| line.contains(sign));
+        if no_room { Self::OutOfMemory(line) } else { Self::Device(line) }
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use skein_protocol::limits;
 use tokio::sync::mpsc;
 
-use crate::engine::{Engine, EngineError, Outcome, Task};
+use crate::engine::{Engine, EngineError, Outcome, Task, WorkKey};
 
 /// Where the time of the compute thread went.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
@@ -96,6 +96,9 @@ fn run<E: Engine>(make: impl FnOnce() -> Result<E, EngineError>, share: f64, que
         if kind == Kind::Compute && rest_until > received {
             std::thread::sleep(rest_until - received);
             spent.share += (rest_until - received).as_secs_f64();
+        }
+        if let Some(WorkKey { step, microbatch, span }) = task.computes() {
+            tracing::trace!(target: "skein_node::work", step = step.0, microbatch = microbatch.0, first = span.first.0, end = span.end.0, "begins");
         }
         let begun = Instant::now();
         let outcome = engine.run(task);

@@ -71,6 +71,7 @@ impl World {
             }
             Fault::Mute { node, lasts } => self.alive(node).map(|host| host.muted_until = host.muted_until.max(now + lasts)).is_some(),
             Fault::NotFinite { node, times } => self.alive(node).map(|host| host.not_finite += times).is_some(),
+            Fault::OutOfMemory { node, times } => self.alive(node).map(|host| host.no_room += times).is_some(),
             Fault::DiskFull { node, lasts } => self.alive(node).map(|host| host.disk_full_until = host.disk_full_until.max(now + lasts)).is_some(),
             Fault::Leave { node, returns } => {
                 let life = self.alive(node).map(|host| {

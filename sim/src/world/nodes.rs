@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use skein_node::engine::toy;
-use skein_node::engine::{About, Engine, EngineError, Outcome, Part, ReductionKey, Task, WorkKey};
+use skein_node::engine::{About, Engine, EngineError, Outcome, Part, ReductionKey, Task};
 use skein_node::machine::{Action, Event, Kept, Node, NodeSettings};
 use skein_protocol::id::{Hash, NodeId, SumId, Timeline};
 use skein_protocol::limits;
@@ -68,6 +68,7 @@ impl World {
             disk_full_until: Time::default(),
             returns: None,
             not_finite: 0,
+            no_room: 0,
             lies: 0,
             clock: Duration::from_secs(1000 * index as u64),
         };
@@ -223,11 +224,8 @@ impl World {
             }
             self.ledger.contributed(host.timeline, key, node, contribution);
         }
-        let outcome = match not_finite(&task).filter(|_| host.not_finite > 0) {
-            Some(key) => {
-                host.not_finite -= 1;
-                Outcome::Failed { error: EngineError::NotFinite("a gradient"), about: About::Work(key) }
-            }
+        let outcome = match spoilt(host, &task) {
+            Some(failed) => failed,
             None => {
                 let outcome = host.engine.run(task);
                 if let Outcome::Failed { error, about } = &outcome {
@@ -333,9 +331,19 @@ fn count<K: Ord>(counts: &mut BTreeMap<K, usize>, key: K) -> usize {
     *times - 1
 }
 
-/// The work that a task computes, if it is one whose values may turn out not to be finite.
-fn not_finite(task: &Task) -> Option<WorkKey> {
-    if let Task::Forward { key, .. } | Task::Backward { key, .. } = task { Some(*key) } else { None }
+/// How a computation fails, if it is its turn to.
+fn spoilt(host: &mut Host, task: &Task) -> Option<Outcome> {
+    let (Task::Forward { key, .. } | Task::Backward { key, .. }) = task else { return None };
+    let error = if host.not_finite > 0 {
+        host.not_finite -= 1;
+        EngineError::NotFinite("a gradient")
+    } else if host.no_room > 0 {
+        host.no_room -= 1;
+        EngineError::OutOfMemory("no room".to_owned())
+    } else {
+        return None;
+    };
+    Some(Outcome::Failed { error, about: About::Work(*key) })
 }
 
 /// The reduction that a task reads sums for, and which.

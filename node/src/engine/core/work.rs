@@ -14,6 +14,8 @@ use crate::engine::WorkKey;
 /// Graphs and scratch gradients, by work.
 pub(super) struct Works<C: Compute> {
     kept: BTreeMap<WorkKey, Kept<C>>,
+    /// Graphs kept at once at most; beyond that, backward computes forward again.
+    graphs_max: usize,
 }
 
 /// What one work has left here.
@@ -31,7 +33,7 @@ struct Scratch<C: Compute> {
 
 impl<C: Compute> Default for Works<C> {
     fn default() -> Self {
-        Self { kept: BTreeMap::new() }
+        Self { kept: BTreeMap::new(), graphs_max: usize::MAX }
     }
 }
 
@@ -61,8 +63,22 @@ impl<C: Compute> Works<C> {
         self.kept.retain(|_, kept| kept.graph.is_some() || kept.scratch.is_some());
     }
 
+    /// Keeps a graph, unless memory ran out with so many.
     fn keep_graph(&mut self, key: WorkKey, graph: C::Graph) {
-        self.entry(key).graph = Some(graph);
+        if self.graphs() < self.graphs_max {
+            self.entry(key).graph = Some(graph);
+        }
+    }
+
+    fn graphs(&self) -> usize {
+        self.kept.values().filter(|kept| kept.graph.is_some()).count()
+    }
+
+    /// Drops all graphs, each of which can be computed again; half as many are kept from now on.
+    fn make_room(&mut self) {
+        self.graphs_max = self.graphs().min(self.graphs_max) / 2;
+        self.kept.values_mut().for_each(|kept| kept.graph = None);
+        self.kept.retain(|_, kept| kept.scratch.is_some());
     }
 
     fn take_graph(&mut self, key: WorkKey) -> Option<C::Graph> {
@@ -104,6 +120,19 @@ fn touches(span: Span, group: Group, uses: &[(Group, skein_protocol::id::Block)]
 }
 
 impl<C: Compute> Core<C> {
+    /// Runs a computation. Where memory runs out, it frees all that can be had again and tries once more.
+    pub(super) fn with_room(&mut self, run: impl Fn(&mut Self) -> Result<Outcome, EngineError>) -> Result<Outcome, EngineError> {
+        match run(self) {
+            Err(EngineError::OutOfMemory(_)) => {
+                self.works.make_room();
+                self.pool.clear();
+                self.bytes.clear();
+                run(self)
+            }
+            done => done,
+        }
+    }
+
     pub(super) fn forward(&mut self, key: WorkKey, input: Option<&Payload>, codec: Codec, keep_graph: bool) -> Result<Outcome, EngineError> {
         let Forward { graph, output, loss } = self.compute_forward(key, input)?;
         let output = match output {
