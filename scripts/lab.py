@@ -4,7 +4,7 @@ Needs root and `ip`. Everything it makes is named after this process and goes wi
 """
 import json, os, signal, subprocess, sys, time, urllib.request
 
-LOG = "warn,skein_node=info,skein_node::work=trace"
+LOG = "warn,skein_coordinator=info,skein_node=info,skein_node::work=trace"
 
 
 def ip(*words, check=True):
@@ -118,7 +118,7 @@ class Lab:
         """What a node began to compute: (when, step, microbatch, first block, end)."""
         found = []
         for line in open(self.log(node), errors="replace"):
-            if "skein_node::work" in line:
+            if " begins step=" in line:
                 fields = dict(word.split("=") for word in line.split() if "=" in word)
                 found.append((seconds_of(line), *(int(fields[key]) for key in ("step", "microbatch", "first", "end"))))
         return found
