@@ -7,9 +7,9 @@ use skein_protocol::set::BitSet;
 use skein_protocol::sign::NullSigner;
 
 use super::*;
+use crate::engine::Engine;
 use crate::engine::core::Core;
 use crate::engine::toy::{self, Toy};
-use crate::engine::Engine;
 
 const COORDINATOR: NodeId = NodeId([9; 32]);
 const SELF: NodeId = NodeId([1; 32]);
@@ -114,7 +114,8 @@ impl Alone {
 }
 
 fn only_report(said: &[ToCoordinator]) -> Done {
-    let reports: Vec<&Done> = said.iter().filter_map(|message| if let ToCoordinator::Done { entries, .. } = message { Some(entries) } else { None }).flatten().collect();
+    let reports: Vec<&Done> =
+        said.iter().filter_map(|message| if let ToCoordinator::Done { entries, .. } = message { Some(entries) } else { None }).flatten().collect();
     assert_eq!(reports.len(), 1, "{said:?}");
     reports[0].clone()
 }
