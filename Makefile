@@ -74,7 +74,8 @@ deny:
 test-hf: build ## the exported folder in Python's transformers (own virtual environment)
 	scripts/test-hf $(BIN)
 
-soak: build ## a million drawn schedules of faults (hours); SEEDS=N for another number
+soak: build ## real programs under an hour of faults, then a million drawn schedules (hours); MINUTES=N SEEDS=N
+	scripts/soak $(BIN) --minutes $(or $(MINUTES),60)
 	$(BIN)/skein-sim run --seed 1000000 --seeds $(or $(SEEDS),1000000)
 
 test-the-tests: ## breaks rules of the protocol on purpose; a test must notice each (three quarters of an hour)

@@ -78,7 +78,14 @@ impl Alone {
                 match action {
                     Action::Compute(task) => events.push_back(Event::Computed(self.engine.run(task))),
                     Action::Tell(message) => said.push(message),
-                    _ => {}
+                    Action::Connect
+                    | Action::Send { .. }
+                    | Action::Peers(_)
+                    | Action::SaveShard { .. }
+                    | Action::LoadShard { .. }
+                    | Action::PruneShards { .. }
+                    | Action::Report(_)
+                    | Action::Exit { .. } => {}
                 }
             }
         }
