@@ -28,9 +28,9 @@ def can_run():
 class Lab:
     """A coordinator at the bridge and nodes 0, 1, .. behind it."""
 
-    def __init__(self, binaries, folder, run, data, options, env):
+    def __init__(self, binaries, folder, run, data, options, env, log=LOG):
         self.binaries, self.folder, self.run, self.data, self.options = binaries, folder, run, data, options
-        self.env = {**env, "RUST_LOG": LOG}
+        self.env = {**env, "RUST_LOG": log}
         self.tag = f"sk{os.getpid()}"
         self.net = f"10.{os.getpid() % 200 + 20}.7"
         self.children, self.known = {}, set()
@@ -56,17 +56,25 @@ class Lab:
         # Nodes know it by this port.
         self.port = int(self.endpoints["control"][0].split("/tcp/")[1].split("/")[0])
 
+    def connect(self, node):
+        """A network namespace for the node."""
+        space, outer = f"{self.tag}n{node}", f"{self.tag}v{node}"
+        self.known.add(node)
+        ip("netns", "add", space)
+        ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("link", "set", outer, "master", self.bridge, "up")
+        ip("-n", space, "addr", "add", f"{self.net}.{node + 2}/24", "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", space, "link", "set", "lo", "up")
+        # So that block_udp's rule can come first.
+        ip("-n", space, "rule", "add", "pref", "100", "lookup", "local")
+        ip("-n", space, "rule", "del", "pref", "0")
+
     def start(self, node):
         """Starts a node, or starts it again with the state it has."""
-        space, outer = f"{self.tag}n{node}", f"{self.tag}v{node}"
         if node not in self.known:
-            self.known.add(node)
-            ip("netns", "add", space)
-            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
-            ip("link", "set", outer, "master", self.bridge, "up")
-            ip("-n", space, "addr", "add", f"{self.net}.{node + 2}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", space, "link", "set", "lo", "up")
+            self.connect(node)
+        space = f"{self.tag}n{node}"
         log = open(self.log(node), "a")
         arguments = ["start", "--coordinator", self.endpoints["control"][0], "--state", f"{self.folder}/n{node}", "--data", self.data,
                      "--listen", f"{self.net}.{node + 2}:0", *self.options]
@@ -89,6 +97,13 @@ class Lab:
 
     def mend(self, node):
         ip("link", "set", f"{self.tag}v{node}", "master", self.bridge)
+
+    def block_udp(self, node):
+        """From now on no datagram that comes to the node arrives, as behind many a firewall."""
+        ip("-n", f"{self.tag}n{node}", "rule", "add", "pref", "10", "iif", "eth0", "ipproto", "udp", "blackhole")
+
+    def allow_udp(self, node):
+        ip("-n", f"{self.tag}n{node}", "rule", "del", "pref", "10")
 
     def status(self):
         try:

@@ -8,6 +8,7 @@ use skein_node::data::tokenizer::TokenizerSpec;
 use skein_node::engine::torch::device::DeviceChoice;
 use skein_protocol::id::NodeId;
 use skein_protocol::net::control::CoordinatorAddress;
+use skein_protocol::net::links::Kind;
 
 /// The Skein volunteer: trains one language model together with others.
 #[derive(Debug, Parser)]
@@ -139,9 +140,12 @@ pub(crate) struct StartArgs {
     /// The device: best, cpu, cuda, cuda:N or mps
     #[arg(long, value_name = "DEVICE", default_value = "best")]
     pub(crate) device: DeviceChoice,
-    /// Where other nodes reach this one (UDP); port 0 lets the system choose
+    /// Where other nodes reach this one (UDP and TCP); port 0 lets the system choose
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) listen: Option<SocketAddr>,
+    /// What may carry links to other nodes; the best that works is taken
+    #[arg(long, value_name = "KINDS", default_value = "quic,tcp", value_delimiter = ',', value_parser = link_kind)]
+    pub(crate) links: Vec<Kind>,
     /// Dial a node at another address than its own: NODE=IP:PORT
     #[arg(long, value_name = "NODE=IP:PORT", value_parser = dial_override, hide = true)]
     pub(crate) dial_override: Vec<(NodeId, SocketAddr)>,
@@ -252,6 +256,10 @@ fn size(text: &str) -> Result<u64, String> {
         Ok(number) if number > 0.0 => Ok((number * unit as f64) as u64),
         _ => Err("a size is a number with a unit, such as 2GiB".to_owned()),
     }
+}
+
+fn link_kind(text: &str) -> Result<Kind, String> {
+    Kind::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| "expected quic, tcp, or quic,tcp".to_owned())
 }
 
 fn dial_override(text: &str) -> Result<(NodeId, SocketAddr), String> {

@@ -4,7 +4,6 @@
 
 #![expect(clippy::print_stdout, reason = "its output is its purpose")]
 
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -13,7 +12,7 @@ use skein_protocol::id::{Chunk, Fence, Group, NodeId, ReduceAttempt};
 use skein_protocol::message::control::Peer;
 use skein_protocol::message::data::{Frame, PeerMessage};
 use skein_protocol::net::Identity;
-use skein_protocol::net::links::{Congestion, LinkEvent, LinkSettings, Links};
+use skein_protocol::net::links::{LinkEvent, LinkSettings, Links};
 use skein_protocol::tensor::{Payload, TensorMeta};
 use tokio::sync::mpsc;
 
@@ -55,7 +54,7 @@ struct Node {
 fn node() -> Node {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("threads");
     let identity = Identity::generate();
-    let settings = LinkSettings { listen: ([127, 0, 0, 1], 0).into(), dial_override: BTreeMap::new(), congestion: Congestion::default() };
+    let settings = LinkSettings::new(([127, 0, 0, 1], 0).into());
     let (links, events) = runtime.block_on(Links::start(&identity, settings)).expect("a free port");
     Node { runtime, id: identity.node_id(), links, events }
 }

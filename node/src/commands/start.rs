@@ -62,6 +62,7 @@ pub(crate) fn start(args: StartArgs) -> anyhow::Result<()> {
         state: args.state,
         data: args.data,
         dial_override: args.dial_override.into_iter().collect(),
+        links: args.links.into_iter().collect(),
         capability,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().context("cannot start the runtime")?;

@@ -13,7 +13,7 @@ use skein_protocol::message::control::{Capability, FromCoordinator, ToCoordinato
 use skein_protocol::net::NetError;
 use skein_protocol::net::control::{ControlClient, ControlEvent, CoordinatorAddress};
 use skein_protocol::net::identity::Identity;
-use skein_protocol::net::links::{Congestion, LinkEvent, LinkSettings, Links};
+use skein_protocol::net::links::{Kind, LinkEvent, LinkSettings, Links};
 use skein_protocol::time::Time;
 use tokio::sync::mpsc;
 
@@ -49,6 +49,8 @@ pub struct DaemonSettings {
     pub listen: SocketAddr,
     /// Dial these nodes elsewhere.
     pub dial_override: BTreeMap<NodeId, SocketAddr>,
+    /// What may carry links.
+    pub links: BTreeSet<Kind>,
     /// What it offers.
     pub capability: Capability,
 }
@@ -171,7 +173,7 @@ struct Traffic {
 impl Daemon {
     async fn start(settings: DaemonSettings, make_engine: EngineMaker) -> Result<(Self, Inbox), DaemonError> {
         let data = DataDesk::new(settings.state.join("data"), settings.data.as_deref())?;
-        let link_settings = LinkSettings { listen: settings.listen, dial_override: settings.dial_override, congestion: Congestion::default() };
+        let link_settings = LinkSettings { dial_override: settings.dial_override, kinds: settings.links, ..LinkSettings::new(settings.listen) };
         let (links, link_events) = Links::start(&settings.identity, link_settings).await?;
         let known_run = read_run(&settings.state);
         let mut shards = checkpoint::list(&settings.state.join(IMPORTED), RunId::default())?;
@@ -240,7 +242,7 @@ impl Daemon {
         let Some(client) = self.client.as_ref().filter(|_| seconds >= TRAFFIC_EVERY.as_secs_f64()) else { return };
         let stats = self.links.stats();
         let (sent, received) = (stats.values().map(|link| link.bytes_sent).sum(), stats.values().map(|link| link.bytes_received).sum());
-        let kinds: BTreeSet<&str> = stats.values().map(|link| link.kind).collect();
+        let kinds: BTreeSet<&str> = stats.values().map(|link| link.kind.name()).collect();
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
         client.send(&ToCoordinator::Traffic {
             links: kinds.into_iter().collect::<Vec<_>>().join(" "),

@@ -2,7 +2,7 @@
 
 #![expect(clippy::wildcard_enum_match_arm, reason = "a reader looks for one answer and ignores all else")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use skein_protocol::message::data::{Frame, PeerMessage};
 use skein_protocol::net::NetError;
 use skein_protocol::net::control::{ControlClient, ControlEvent, CoordinatorAddress};
 use skein_protocol::net::identity::Identity;
-use skein_protocol::net::links::{Congestion, LinkEvent, LinkSettings, Links};
+use skein_protocol::net::links::{LinkEvent, LinkSettings, Links};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -65,7 +65,7 @@ impl Reader {
         let identity = Identity::generate();
         let local = coordinator.socket_addr().is_some_and(|address| address.ip().is_loopback());
         let listen: SocketAddr = if local { ([127, 0, 0, 1], 0).into() } else { ([0, 0, 0, 0], 0).into() };
-        let settings = LinkSettings { listen, dial_override: BTreeMap::new(), congestion: Congestion::default() };
+        let settings = LinkSettings::new(listen);
         let (links, events) = Links::start(&identity, settings).await?;
         let (client, mut control) = ControlClient::connect(&identity, coordinator).await?;
         client.send(&ToCoordinator::Hello(Box::new(hello(&links))));

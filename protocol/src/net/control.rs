@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::{AsyncWriteExt, FutureExt, StreamExt};
@@ -25,7 +25,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 pub use super::identity::CoordinatorAddress;
 use super::session::{self, First, Inbox, Outbox};
 use super::swarm::{self, Behaviour, BehaviourEvent, CONTROL};
-use super::{Identity, NetError, node_id};
+use super::{Identity, NetError, lock, node_id};
 use crate::id::NodeId;
 use crate::limits;
 use crate::message::VERSIONS;
@@ -300,10 +300,6 @@ fn explain_versions(message: &[u8]) -> Option<(String, Vec<u8>)> {
     let reason = format!("this node speaks wire versions {theirs}, the coordinator {VERSIONS}: install the same release on both");
     let answer = wire::control_frame(&FromCoordinator::Refused { reason: reason.clone() }).ok()?;
     Some((reason, answer))
-}
-
-fn lock(sessions: &Sessions) -> MutexGuard<'_, BTreeMap<NodeId, Session>> {
-    sessions.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A node's end. Dropping it ends the connection after what was sent before.

@@ -1,7 +1,7 @@
 //! Links: how what is said gets from one process to another.
 //!
-//! [`control`] is the libp2p connection between a node and its coordinator, [`links`] the QUIC
-//! connections between nodes. Both authenticate the other side by the same Ed25519 key
+//! [`control`] is the libp2p connection between a node and its coordinator, [`links`] what carries
+//! tensors between nodes: QUIC, or TLS over TCP where QUIC cannot go. Both authenticate the other side by the same Ed25519 key
 //! ([`identity`]), which is its name. Nothing here decides what a message means, and nothing a
 //! peer sends makes anything here panic, or hold more than [`crate::limits`] says.
 //!
@@ -9,16 +9,24 @@
 //! wherever it needs one.
 
 use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rand::TryRng;
 
 use crate::id::NodeId;
 
+mod arrivals;
 pub mod control;
+mod delivery;
 pub mod identity;
 pub mod links;
 mod outgoing;
+mod path;
 mod quic;
 mod session;
 mod swarm;
+mod tcp;
+mod tls;
 
 pub use identity::Identity;
 pub use libp2p::{Multiaddr, PeerId};
@@ -90,4 +98,14 @@ pub fn node_id(peer: &PeerId) -> Option<NodeId> {
 /// Where a node says its data plane listens, if it is one: `ip:port`, not port 0.
 fn parse_address(text: &str) -> Option<SocketAddr> {
     text.parse().ok().filter(|address: &SocketAddr| address.port() != 0 && !address.ip().is_unspecified())
+}
+
+/// What a panic left behind is as good as ever: nothing is changed in halves under these locks.
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A number that nobody can foresee.
+fn random() -> u64 {
+    rand::rngs::SysRng.try_next_u64().expect("the system has random numbers")
 }

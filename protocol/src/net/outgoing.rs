@@ -1,11 +1,14 @@
 //! What waits to be sent to one node: in order of urgency, bounded, with room left for the urgent.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::quic;
+use super::arrivals::{BUDGET, budget};
+use super::delivery::{AHEAD_MAX, Delivery};
 use crate::limits;
 use crate::message::data::{Frame, PeerMessage};
 use crate::wire::{self, WireError};
@@ -45,6 +48,11 @@ impl Class {
         }
     }
 
+    /// The class of this number; `None` if there is none.
+    pub(super) fn from_byte(byte: u8) -> Option<Self> {
+        CLASSES.into_iter().find(|class| *class as u8 == byte)
+    }
+
     /// The priority of its streams.
     pub(super) fn priority(self) -> i32 {
         match self {
@@ -66,7 +74,8 @@ impl Class {
     }
 }
 
-/// A frame ready to be sent.
+/// A frame ready to be sent. A clone shares its bytes.
+#[derive(Clone, Debug)]
 pub(super) struct Outgoing {
     pub(super) class: Class,
     pub(super) head: Bytes,
@@ -80,30 +89,72 @@ impl Outgoing {
     }
 }
 
-/// Frames that wait and a count of those on their way.
-#[derive(Default)]
+/// Numbers sessions of this process: a receiver may remember one whose link is long gone.
+pub(super) type Sessions = Arc<AtomicU32>;
+
+/// Frames that wait, and the names of those on their way.
 pub(super) struct Queue {
-    waiting: [VecDeque<Outgoing>; 4],
-    streams: [usize; 4],
+    sessions: Sessions,
+    session: u32,
+    lines: [Line; 4],
     /// Units of payload on their way, as the receiver counts them: it never has to make one frame
     /// wait for another that we hold back.
     units: usize,
 }
 
+/// What waits in one class.
+#[derive(Default)]
+struct Line {
+    waiting: VecDeque<Outgoing>,
+    /// Frames whose connection ended before they were through, by their numbers.
+    again: BTreeMap<u64, Outgoing>,
+    under_way: BTreeSet<u64>,
+    /// The number of the next frame that is sent for the first time.
+    next: u64,
+}
+
+impl Line {
+    fn first(&self) -> Option<&Outgoing> {
+        self.again.values().next().or_else(|| self.waiting.front())
+    }
+
+    /// The other side need not remember more of what came out of order.
+    fn is_ahead(&self) -> bool {
+        self.again.is_empty() && self.under_way.first().is_some_and(|oldest| self.next - oldest >= AHEAD_MAX)
+    }
+
+    fn start(&mut self) -> Option<(u64, Outgoing)> {
+        let (number, outgoing) = match self.again.pop_first() {
+            Some(again) => again,
+            None => {
+                self.next += 1;
+                (self.next - 1, self.waiting.pop_front()?)
+            }
+        };
+        self.under_way.insert(number);
+        Some((number, outgoing))
+    }
+}
+
 impl Queue {
+    pub(super) fn new(sessions: Sessions) -> Self {
+        let session = sessions.fetch_add(1, Ordering::Relaxed);
+        Self { sessions, session, lines: Default::default(), units: 0 }
+    }
+
     /// Whether there is room for the frame.
     pub(super) fn push(&mut self, outgoing: Outgoing) -> bool {
-        let waiting: usize = self.waiting.iter().map(VecDeque::len).sum();
+        let waiting: usize = self.lines.iter().map(|line| line.waiting.len()).sum();
         let fits = waiting < limits::DATA_QUEUE;
         if fits {
-            self.waiting[outgoing.class as usize].push_back(outgoing);
+            self.lines[outgoing.class as usize].waiting.push_back(outgoing);
         }
         fits
     }
 
-    /// Forgets what waits.
+    /// Forgets what waits and what is on its way; frames are named anew.
     pub(super) fn clear(&mut self) {
-        self.waiting.iter_mut().for_each(VecDeque::clear);
+        *self = Self::new(Arc::clone(&self.sessions));
     }
 
     /// Whether a frame may start now.
@@ -112,30 +163,40 @@ impl Queue {
     }
 
     /// Takes the frame that is to start now.
-    pub(super) fn start(&mut self) -> Option<Outgoing> {
-        let class = self.next()? as usize;
-        let outgoing = self.waiting[class].pop_front()?;
-        self.streams[class] += 1;
-        self.units += quic::budget(outgoing.payload.len());
-        Some(outgoing)
+    pub(super) fn start(&mut self) -> Option<(Delivery, Outgoing)> {
+        let class = self.next()?;
+        let (number, outgoing) = self.lines[class as usize].start()?;
+        self.units += budget(outgoing.payload.len());
+        Some((Delivery { session: self.session, class, number }, outgoing))
     }
 
-    /// A frame that was started is through, or has failed.
-    pub(super) fn done(&mut self, class: Class, bytes: usize) {
-        self.streams[class as usize] -= 1;
-        self.units -= quic::budget(bytes);
+    /// A frame that was started is through.
+    pub(super) fn done(&mut self, delivery: Delivery, bytes: usize) {
+        if delivery.session == self.session && self.lines[delivery.class as usize].under_way.remove(&delivery.number) {
+            self.units -= budget(bytes);
+        }
+    }
+
+    /// A frame that was started may not have arrived: it is to start again, under its name.
+    pub(super) fn again(&mut self, delivery: Delivery, outgoing: Outgoing) {
+        let line = &mut self.lines[delivery.class as usize];
+        if delivery.session == self.session && line.under_way.remove(&delivery.number) {
+            self.units -= budget(outgoing.payload.len());
+            line.again.insert(delivery.number, outgoing);
+        }
     }
 
     /// The most urgent class that may start a frame. While its frame waits for room, less urgent
     /// ones with payload wait behind it.
     fn next(&self) -> Option<Class> {
         for class in CLASSES {
-            let Some(first) = self.waiting[class as usize].front() else { continue };
-            if self.streams[class as usize] >= class.streams_max() {
+            let line = &self.lines[class as usize];
+            let Some(first) = line.first() else { continue };
+            if line.under_way.len() >= class.streams_max() || line.is_ahead() {
                 continue;
             }
-            let units = quic::budget(first.payload.len());
-            return (units == 0 || self.units + units <= quic::BUDGET).then_some(class);
+            let units = budget(first.payload.len());
+            return (units == 0 || self.units + units <= BUDGET).then_some(class);
         }
         None
     }
@@ -204,37 +265,86 @@ mod tests {
         Outgoing::new(PeerMessage::NoBlob { hash: Hash([0; 32]) }.into()).expect("within the caps")
     }
 
+    fn started(queue: &mut Queue) -> Option<(Class, u64)> {
+        queue.start().map(|(delivery, outgoing)| {
+            assert_eq!(delivery.class, outgoing.class);
+            (delivery.class, delivery.number)
+        })
+    }
+
     #[test]
     fn the_urgent_goes_first_and_never_waits_for_bulk() {
-        let mut queue = Queue::default();
+        let mut queue = Queue::new(Sessions::default());
         for _ in 0..Class::State.streams_max() + 1 {
             assert!(queue.push(state(10)));
         }
         while queue.start().is_some() {}
         assert!(!queue.is_ready(), "all streams of bulk are taken");
         assert!(queue.push(small()));
-        assert_eq!(queue.start().map(|outgoing| outgoing.class), Some(Class::Control));
-        queue.done(Class::State, 10);
+        assert_eq!(started(&mut queue), Some((Class::Control, 0)));
+        queue.done(Delivery { session: 0, class: Class::State, number: 0 }, 10);
         assert!(queue.push(small()));
-        assert_eq!(queue.start().map(|outgoing| outgoing.class), Some(Class::Control));
-        assert_eq!(queue.start().map(|outgoing| outgoing.class), Some(Class::State));
+        assert_eq!(started(&mut queue), Some((Class::Control, 1)));
+        assert_eq!(started(&mut queue), Some((Class::State, Class::State.streams_max() as u64)));
+    }
+
+    #[test]
+    fn what_did_not_arrive_goes_first_under_its_name() {
+        let mut queue = Queue::new(Sessions::default());
+        for _ in 0..4 {
+            assert!(queue.push(small()));
+        }
+        let started: Vec<(Delivery, Outgoing)> = std::iter::from_fn(|| queue.start()).collect();
+        queue.done(started[1].0, 0);
+        for number in [2, 0] {
+            queue.again(started[number].0, started[number].1.clone());
+        }
+        assert!(queue.push(small()));
+        let numbers: Vec<u64> = std::iter::from_fn(|| queue.start()).map(|(delivery, _)| delivery.number).collect();
+        assert_eq!(numbers, [0, 2, 4]);
+        // What was given up does not come back.
+        queue.clear();
+        queue.again(started[3].0, started[3].1.clone());
+        assert!(!queue.is_ready());
+        assert!(queue.push(small()));
+        assert_eq!(queue.start().map(|(delivery, _)| (delivery.session, delivery.number)), Some((1, 0)));
+    }
+
+    #[test]
+    fn no_frame_runs_too_far_ahead_of_the_oldest() {
+        let mut queue = Queue::new(Sessions::default());
+        assert!(queue.push(small()));
+        let (oldest, frame) = queue.start().expect("there is room");
+        let mut passed = 1;
+        loop {
+            assert!(queue.push(small()));
+            let Some((delivery, _)) = queue.start() else { break };
+            queue.done(delivery, 0);
+            passed += 1;
+        }
+        assert_eq!(passed, AHEAD_MAX);
+        // It may itself be sent again.
+        queue.again(oldest, frame);
+        assert_eq!(queue.start().map(|(delivery, _)| delivery), Some(oldest));
+        queue.done(oldest, 0);
+        assert!(queue.is_ready());
     }
 
     #[test]
     fn payloads_on_their_way_are_bounded_and_one_always_fits() {
-        let mut queue = Queue::default();
+        let mut queue = Queue::new(Sessions::default());
         let mut large = state(1);
         large.payload = vec![0; limits::TENSOR_BYTES_MAX].into();
         assert!(queue.push(large) && queue.push(state(1)));
         assert!(queue.start().is_some());
         assert!(!queue.is_ready());
-        queue.done(Class::State, limits::TENSOR_BYTES_MAX);
+        queue.done(Delivery { session: 0, class: Class::State, number: 0 }, limits::TENSOR_BYTES_MAX);
         assert!(queue.is_ready());
     }
 
     #[test]
     fn a_full_queue_takes_no_more() {
-        let mut queue = Queue::default();
+        let mut queue = Queue::new(Sessions::default());
         for _ in 0..limits::DATA_QUEUE {
             assert!(queue.push(small()));
         }
