@@ -317,3 +317,14 @@ pub(crate) fn is_last(config: &RunConfig, step: Step) -> bool {
 
 /// A hello carries at most as many sums and shards as this.
 pub(crate) const HELLO_ITEMS_MAX: usize = limits::SET_MEMBERS_MAX;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rule 13: what only one holds is not safe, unless there is only one.
+    #[test]
+    fn two_hold_what_is_safe_or_the_only_one() {
+        assert_eq!([0, 1, 2, 3, 16].map(quorum), [1, 1, 2, 2, 2]);
+    }
+}

@@ -1,7 +1,7 @@
 //! The machine by itself: what it does with words that come late, in another order, or never.
 
 use skein_protocol::id::{Microbatch, SumId};
-use skein_protocol::message::control::{Done, Grant, Verdict, Welcome};
+use skein_protocol::message::control::{Commit, Done, Grant, Scalars, Verdict, Welcome};
 use skein_protocol::placement::{Seat, Standing};
 use skein_protocol::set::BitSet;
 use skein_protocol::sign::NullSigner;
@@ -21,6 +21,8 @@ struct Alone {
     engine: Core<Toy>,
     config: RunConfig,
     epoch: u64,
+    /// Why it wants to end, if it does.
+    exit: Option<String>,
 }
 
 impl Alone {
@@ -39,27 +41,32 @@ impl Alone {
             boot: 1,
             structure: Some(toy::structure(&config)),
         };
-        let mut alone = Self { node: Node::new(settings), engine: toy::engine(&config), config, epoch: 0 };
+        let mut alone = Self { node: Node::new(settings), engine: toy::engine(&config), config, epoch: 0, exit: None };
         alone.handle(Event::Timer);
         alone.handle(Event::ControlUp);
         let placement = alone.placement(Standing::Joining { from: Version(0) });
-        let welcome = Welcome {
-            version: 1,
-            run: alone.config.run_id(COORDINATOR),
-            config: alone.config.to_toml(),
-            placement,
-            step: Step(0),
-            peers: Vec::new(),
-            commits: Vec::new(),
-            live_sums: Vec::new(),
-            retired: None,
-            checkpoint: None,
-        };
-        let said = alone.handle(Event::Control(FromCoordinator::Welcome(Box::new(welcome))));
+        let said = alone.welcome(placement, Vec::new());
         assert!(said.iter().any(|message| matches!(message, ToCoordinator::Ready { .. })), "{said:?}");
         let placement = alone.placement(Standing::Active);
         alone.handle(Event::Control(FromCoordinator::Placement(Box::new(placement))));
         alone
+    }
+
+    /// The coordinator's answer to a hello: nothing is committed, these sums are live.
+    fn welcome(&mut self, placement: Placement, live_sums: Vec<SumId>) -> Vec<ToCoordinator> {
+        let welcome = Welcome {
+            version: 1,
+            run: self.config.run_id(COORDINATOR),
+            config: self.config.to_toml(),
+            placement,
+            step: Step(0),
+            peers: Vec::new(),
+            commits: Vec::new(),
+            live_sums,
+            retired: None,
+            checkpoint: None,
+        };
+        self.handle(Event::Control(FromCoordinator::Welcome(Box::new(welcome))))
     }
 
     fn placement(&mut self, standing: Standing) -> Placement {
@@ -78,14 +85,14 @@ impl Alone {
                 match action {
                     Action::Compute(task) => events.push_back(Event::Computed(self.engine.run(task))),
                     Action::Tell(message) => said.push(message),
+                    Action::Exit { reason, .. } => self.exit = Some(reason),
                     Action::Connect
                     | Action::Send { .. }
                     | Action::Peers(_)
                     | Action::SaveShard { .. }
                     | Action::LoadShard { .. }
                     | Action::PruneShards { .. }
-                    | Action::Report(_)
-                    | Action::Exit { .. } => {}
+                    | Action::Report(_) => {}
                 }
             }
         }
@@ -98,7 +105,11 @@ impl Alone {
 
     /// Gives the node the step's microbatch; its report.
     fn lease(&mut self) -> Done {
-        let mask = self.uses();
+        self.lease_of(self.uses())
+    }
+
+    /// The same for some uses only, as after others were lost.
+    fn lease_of(&mut self, mask: BitSet) -> Done {
         let grants = vec![Grant { microbatch: Microbatch(0), lease: 1, mask, holders: Vec::new(), last: true }];
         let said = self.handle(Event::Control(FromCoordinator::Lease { fence: self.fence(), grants }));
         only_report(&said)
@@ -140,6 +151,46 @@ fn a_late_verdict_on_a_void_sum_takes_nothing_from_the_next_report() {
     alone.answer(&second, alone.uses(), BitSet::new());
     assert_eq!(alone.added(&second), (alone.uses().len(), false));
     assert_eq!(alone.added(&first), (0, false));
+}
+
+/// Rule 5: what is done again is reported for the uses that miss it and for no other.
+#[test]
+fn redo_is_for_the_uses_that_miss_it() {
+    let mut alone = Alone::seated();
+    let missing: BitSet = [1, 3].into_iter().collect();
+    assert_eq!(alone.lease_of(missing.clone()).uses, missing);
+}
+
+/// Rule 7: what was not answered when the connection went is reported again, under the sums it was.
+#[test]
+fn reports_are_made_again_after_a_reconnection() {
+    let mut alone = Alone::seated();
+    let first = alone.lease();
+    alone.handle(Event::ControlDown { reason: "a reset".to_owned() });
+    alone.handle(Event::ControlUp);
+    let placement = alone.placement(Standing::Active);
+    let live = first.sums.iter().map(|(_, sum)| *sum).collect();
+    assert_eq!(only_report(&alone.welcome(placement, live)), first);
+}
+
+/// Rule 16: a coordinator whose commits fork is not obeyed.
+#[test]
+fn a_commit_that_forks_the_chain_is_refused() {
+    let commit = |step, previous| Commit {
+        fence: Fence { timeline: Timeline(1), step: Step(step) },
+        previous,
+        groups: Vec::new(),
+        scalars: Scalars::default(),
+        loss: 0.0,
+        signature: Vec::new(),
+    };
+    let (first, other) = (commit(0, Hash::default()), commit(0, Hash([7; 32])));
+    for (previous, refused) in [(first.hash(), false), (other.hash(), true)] {
+        let mut alone = Alone::seated();
+        alone.handle(Event::Control(FromCoordinator::Commit(Box::new(first.clone()))));
+        alone.handle(Event::Control(FromCoordinator::Commit(Box::new(commit(1, previous)))));
+        assert_eq!(alone.exit.as_ref().is_some_and(|reason| reason.contains("does not extend the chain")), refused, "{:?}", alone.exit);
+    }
 }
 
 /// Rule 3: a verdict that comes twice adds once, one that drops adds nothing.
